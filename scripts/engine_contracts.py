@@ -34,6 +34,7 @@ READ = {
         "vllm.v1.attention.backends.mla.flashinfer_mla_sparse.FlashInferMLASparseMetadata",
     ),
     "sglang": (
+        "sglang.srt.layers.attention.dsa_backend.DSAMetadata",
         "sglang.srt.layers.attention.flashmla_backend.FlashMLADecodeMetadata",
         "sglang.srt.layers.radix_attention.RadixAttention",
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",

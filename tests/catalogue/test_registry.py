@@ -16,7 +16,7 @@ from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
 from mla_var3.kernel.layer import LayerTiling
 from mla_var3.kernel.parts import PartsTiling
-from mla_var3.toolchain import source
+from mla_var3.toolchain import source, versions
 from mla_var3.workload.layer import LayerProblem
 
 PIPELINES = (
@@ -115,6 +115,31 @@ def test_pipelines_declare_what_they_are_made_of() -> None:
         kernel = KernelId.parse(label)
         if registry.missing(kernel.language) is None:
             assert sorted(registry.get_plan(kernel).parts) == declared[label]
+
+
+@pytest.mark.parametrize(("version", "refused"), [("4.5.2", True), ("4.8.0", False), ("4.8.1", False), ("4.10", False)])
+def test_a_compiler_that_is_too_old_counts_as_missing(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "importable", lambda package: True)
+    monkeypatch.setattr(versions, "installed", lambda names: dict.fromkeys(names, version))
+    versions.too_old.cache_clear()
+    try:
+        reason = registry.missing("cute-dsl")
+        assert registry.missing("triton") is None
+    finally:
+        versions.too_old.cache_clear()
+    assert (reason is not None) == refused
+    if reason is not None:
+        assert reason.startswith(
+            "cute-dsl needs nvidia-cutlass-dsl 4.8.0 or later, and 4.5.2 is installed: pip install "
+        )
+        assert reason.endswith(", or uninstall it and give a bundle.")
+
+
+def test_the_oldest_compiler_is_the_one_that_the_package_asks_for(repo_root: Path) -> None:
+    package, least = versions.OLDEST["cute-dsl"]
+    assert f'"{package}[cu13]>={least},' in (repo_root / "pyproject.toml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("label", PIPELINES)

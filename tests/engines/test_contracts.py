@@ -26,6 +26,7 @@ CONTRACTS = Path(__file__).parent / "contracts"
 RELEASES = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in sorted(CONTRACTS.glob("*.json"))}
 ENGINES = Path(mla_var3.__file__).parent / "engines"
 REGISTRY = "vllm.v1.attention.backends.registry"
+CONVERTS = "vllm.v1.attention.backends.mla.sparse_utils.triton_convert_req_index_to_global_index"
 #: What a plug-in reads of objects that it is handed: the class, and its fields in each release, or a release.
 FIELDS = {
     "MLACommonMetadata": ("decode", "num_decodes", "max_query_len", "query_start_loc"),
@@ -33,10 +34,21 @@ FIELDS = {
     "MLACommonPrefillMetadata": ("query_start_loc",),
     "MLACommonPrefillMetadata 0.25.1": ("ChunkedContextMetadata.cu_seq_lens",),
     "MLACommonPrefillMetadata 0.33.0": ("ContextChunk.query_start_loc", "ContextChunk.cu_seq_lens"),
-    "FlashInferMLASparseMetadata": ("req_id_per_token", "block_table", "block_size"),
+    "FlashInferMLASparseMetadata": ("req_id_per_token", "block_table", "block_size", "seq_lens"),
+    "FlashInferMLASparseMetadata 0.25.1": ("query_start_loc", "num_actual_tokens"),
+    "FlashInferMLASparseMetadataBuilder": ("req_id_per_token_buffer", "topk_tokens"),
     "FlashMLADecodeMetadata": ("block_kv_indices", "seq_lens_k"),
     "FlashMLABackend": ("kv_lora_rank", "num_draft_tokens", "is_fp8_kvcache", "num_local_heads", "token_to_kv_pool"),
-    "DeepseekSparseAttnBackend": ("dsa_kv_cache_store_fp8", "kv_cache_dim", "physical_page_size"),
+    "DeepseekSparseAttnBackend": (
+        "dsa_kv_cache_store_fp8",
+        "kv_cache_dim",
+        "physical_page_size",
+        "dsa_topk_backend",
+        "use_fused_topk",
+        "dsa_index_kpool",
+        "hisparse_coordinator",
+    ),
+    "DSAMetadata": ("dsa_cache_seqlens_int32",),
     "RadixAttention": ("tp_q_head_num", "head_dim", "v_head_dim", "scaling", "k_scale", "layer_id"),
     "ForwardBatch": ("batch_size", "seq_lens", "forward_mode"),
     "AttentionImplBase": ("need_to_return_lse_for_decode", "num_heads", "scale"),
@@ -168,6 +180,7 @@ def test_each_release_that_is_known_has_its_contract() -> None:
     for known in releases.RELEASES:
         names = RELEASES[f"vllm-{known.version}"]["names"]
         assert known.sparse_impl in names
+        assert known.counts == ("valid_counts_out" in names[CONVERTS]["arguments"])
         assert known.names == ("register" in names[f"{REGISTRY}.AttentionBackendEnum"]["methods"])
         assert known.sparse_init == (
             "abstractmethod" not in names[known.sparse_impl]["methods"]["__init__"].get("marks", "")
@@ -201,6 +214,21 @@ def test_a_plug_in_never_stops_a_server(
     caplog.set_level(logging.WARNING)
     plug_in.register()
     assert "The backends of mla_var3 are not available: " in caplog.text
+
+
+def test_a_backend_that_cannot_be_used_is_one_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from mla_var3.engines import told
+
+    reason = "cute-dsl needs nvidia-cutlass-dsl 4.8.0 or later, and 4.5.2 is installed: uninstall it."
+    monkeypatch.setattr(told.registry, "missing", lambda language: reason)
+    monkeypatch.setattr(logging.getLogger("vllm.mla_var3"), "disabled", False)
+    told.missing.cache_clear()
+    for _ in range(2):
+        assert told.missing("vllm.mla_var3", "MLA_VAR3") == reason
+    told.missing.cache_clear()
+    assert [x.getMessage() for x in caplog.records] == [f"MLA_VAR3 of mla_var3 does not serve: {reason}"]
 
 
 def test_a_release_that_is_not_known_is_taken_for_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from ops_fakes import CpuEngine  # noqa: E402
 
 try:
     from sglang.srt.layers.attention import attention_registry
+    from sglang.srt.layers.attention.dsa.dsa_topk_backend import DSATopKBackend
+    from sglang.srt.layers.attention.dsa.utils import compute_dsa_seqlens
     from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
     from mla_var3.engines import sglang as plug_in
@@ -113,24 +115,61 @@ def test_new_tokens_are_written_first(rows: Any) -> None:
     assert len(written) == 1
 
 
-def test_sparse(rows: Any) -> None:
+def sparse_backend(topk: str = "sgl-kernel", fused: bool = True, pools: int = 1, host: Any = None) -> Any:
     made = object.__new__(sparse.MlaVar3SparseBackend)
     made.dsa_kv_cache_store_fp8, made.kv_cache_dim, made.physical_page_size = True, 656, PAGE
+    made.dsa_topk_backend, made.use_fused_topk = DSATopKBackend(topk), fused
+    made.dsa_index_kpool, made.hisparse_coordinator = pools, host
+    return made
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_sparse(counted: bool, rows: Any) -> None:
+    made = sparse_backend(pools=1 if counted else 2)
     cache = pack(layout_of("v32"), rows.view(-1, PAGE, K + P))
     slots = torch.full((3, 64), -1, dtype=torch.int32)
     for i in range(3):
         chosen = torch.arange(min(LENGTHS[i], 64))
         slots[i, : len(chosen)] = TABLE[i, chosen // PAGE] * PAGE + chosen % PAGE
+    lens = compute_dsa_seqlens(torch.tensor(LENGTHS), 64).int()
+    assert [int(x) for x in (slots >= 0).sum(-1)] == lens.tolist()
+    if counted:
+        slots[2, 1:] = slots[1, 1:]  # behind the count nothing is read
     queries = torch.randn(3, H, K + P).bfloat16()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "get_device_capability", lambda: (9, 0))
         patch.setattr(sparse.registry, "missing", lambda language: None)
         out = made._forward_flashmla_kv(
-            q_all=queries, kv_cache=cache.view(-1, 1, 656), sm_scale=SCALE, v_head_dim=K, layer=layer(), metadata=None,
-            page_table_1=slots,
+            q_all=queries, kv_cache=cache.view(-1, 1, 656), sm_scale=SCALE, v_head_dim=K, layer=layer(),
+            metadata=SimpleNamespace(dsa_cache_seqlens_int32=lens), page_table_1=slots,
         )  # fmt: skip
     wanted = expected(queries, unpack(layout_of("v32"), cache), tuple(min(n, 64) for n in LENGTHS))
     assert out.shape == (3, 1, H, K) and near(out.flatten(1), wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows", "passed"),
+    [
+        ({}, 3, True),
+        ({"topk": "torch", "fused": False}, 3, True),
+        ({"topk": "flashinfer"}, 3, True),
+        ({"topk": "flashinfer", "fused": False}, 3, False),
+        ({"pools": 2}, 3, False),
+        ({"host": "a part of the cache"}, 3, False),
+        ({}, 4, False),
+    ],
+)
+def test_counts_are_passed_where_slots_that_count_come_first(options: dict[str, Any], rows: int, passed: bool) -> None:
+    lens = torch.tensor([64, 64, 1], dtype=torch.int32)
+    found = sparse.topk_lens(sparse_backend(**options), SimpleNamespace(dsa_cache_seqlens_int32=lens), rows)
+    assert found is (lens if passed else None)
+
+
+def test_sglangs_own_topk_puts_slots_that_count_first() -> None:
+    """Of rows that are shorter than the number of slots: what torch chooses, in the order of scores."""
+    scores, lengths = torch.randn(3, 200), torch.tensor([5, 64, 0])
+    chosen = DSATopKBackend.TORCH.topk_func(scores, lengths, 64)
+    assert ((chosen >= 0) == (torch.arange(64) < lengths[:, None])).all()
 
 
 def test_the_name_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_a_version_is_read_in_eight_files_and_one_room(kernel: registry.KernelId
     files = [path for path in files if path.name != "__init__.py"]
     splits = {path.name for path in files if path.parent.name == "split_kv"}
     assert 0 < len(files) - len(splits) <= 8
-    attention = kernel.design in ("flash_mla", "flash_mla_mma", "sparse_mla")
+    attention = kernel.design in ("flash_mla", "flash_mla_mma", "sparse_mla", "sparse_mla_mma")
     assert bool(splits) == attention, "what does not split sequences does not change with split-KV"
     assert ("walk.py" in splits) == (attention and kernel.label != "cute-dsl/flash_mla")
 

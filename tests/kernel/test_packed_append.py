@@ -16,7 +16,7 @@ from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.errors import UserError
-from mla_var3.packed_cache import V41
+from mla_var3.packed_cache import NO_ROPE, V41
 from mla_var3.workload.packed_append import PackedAppendProblem, make_inputs, new_outputs
 
 H200 = Device.get("h200")
@@ -26,12 +26,21 @@ PROBLEMS = [
     PackedAppendProblem(tokens=1, h=16, powers=False, interleaved=False),
     PackedAppendProblem(tokens=4096, h=64, layout="v4", columns=512, index="int32", page=256),
     PackedAppendProblem(tokens=4096, h=12, layout="flat", interleaved=False),
+    PackedAppendProblem(tokens=4096, layout="v32_no_rope"),
+    PackedAppendProblem(tokens=4096, layout="v32_no_rope", powers=False, index="int32", page=1),
+    PackedAppendProblem(tokens=4096, layout="flat_no_rope"),
 ]
 SMALL: list[dict[str, Any]] = [
     {"tokens": 2, "h": 2, "positions": 64, "page": 2, "layout": layout, "interleaved": layout != "v4"}
     for layout in ("v32", "v4", "flat", "v41", "v41_fp4", "v41_planar", "v41_fp4_planar")
 ]
 SMALL[4]["interleaved"] = SMALL[5]["interleaved"] = False
+SMALL += [
+    {"tokens": 2, "page": 2, "layout": "v32_no_rope"},
+    {"tokens": 2, "page": 2, "layout": "flat_no_rope", "rest": 3},
+]
+#: Of the check, on a CPU.
+COUNTS = {"v32": 17, "v32_no_rope": 14, "flat_no_rope": 13}
 
 
 @pytest.mark.parametrize("layout", V41)
@@ -69,15 +78,18 @@ def test_torch_is_right_on_a_cpu() -> None:
     for fields in SMALL:
         report = check(plan_type("torch/packed_append"), PackedAppendProblem(**fields), device="cpu", seeds=[5])
         assert report.ok, report.reason
-        assert len(report.cases) == (17 if fields["layout"] == "v32" else 16)
+        assert len(report.cases) == COUNTS.get(fields["layout"], 16)
 
 
 @pytest.mark.slow
 def test_triton_is_right_in_its_interpreter() -> None:
-    cases = ["own", "skipped", "beyond", "tiny", "odd", "other"]
-    work = [(PackedAppendProblem(**fields), None, cases) for fields in SMALL]
-    work[0] = (work[0][0], None, [*cases, "scales"])  # of layout v32
-    assert [len(names) for names in right_in_tritons_interpreter("triton/packed_append", work)] == [7] + [6] * 6
+    work = []
+    for fields in SMALL:
+        cases = ["own", "skipped", "beyond", "tiny", "odd", "narrow" if "no_rope" in fields["layout"] else "other"]
+        cases += ["scales"] * fields["layout"].startswith("v32")
+        work.append((PackedAppendProblem(**fields), None, cases))
+    judged = right_in_tritons_interpreter("triton/packed_append", work)
+    assert [len(names) for names in judged] == [7, 6, 6, 6, 6, 6, 6, 7, 6]
 
 
 def test_refusals_say_why() -> None:
@@ -91,6 +103,19 @@ def test_refusals_say_why() -> None:
         PackedAppendPlan(problem, None, H200).plan_into(inputs, (out, codes[:, :, 1:], scales, plain))
 
 
+def test_latents_without_rope_columns_are_taken_where_vectors_fit() -> None:
+    from mla_var3.kernel.cute_python.rope.packed_append.packed_append.packed_append import PackedAppendPlan
+
+    problem = PackedAppendProblem(tokens=2, layout="v32_no_rope")
+    assert "multiple" in PackedAppendPlan.requires.accepts(problem.replace(rest=3)).reason
+    latent, slots = make_inputs(problem)
+    outputs = new_outputs(problem, latent)
+    for given, words in (((latent[:, 1:], slots), "latent starts at"), ((latent, slots), "the cache starts at")):
+        out, codes, *others = outputs
+        with pytest.raises(UserError, match=words):
+            PackedAppendPlan(problem, None, H200).plan_into(given, (out, codes[:, :, 1:], *others))
+
+
 @pytest.mark.parametrize("label", COMPILED)
 def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
     for problem in PROBLEMS:
@@ -101,6 +126,7 @@ def test_every_tiling_that_is_tuned_is_feasible(label: str) -> None:
 def test_the_dispatcher_picks_by_what_runs_here() -> None:
     assert choose(PackedAppendProblem(), H200).kernel.label == "cute-dsl/packed_append"
     assert choose(PackedAppendProblem(rest=3), H200).kernel.label == "triton/packed_append"
-    for layout in V41:
+    for layout in (*V41, *NO_ROPE):
         assert choose(PackedAppendProblem(layout=layout), H200).kernel.label == "cute-dsl/packed_append"
+    assert choose(PackedAppendProblem(layout="flat_no_rope", rest=3), H200).kernel.label == "triton/packed_append"
     assert choose(PackedAppendProblem(), Device.get("a100")).kernel.label == "triton/packed_append"

@@ -23,7 +23,12 @@ PROBLEMS = [
     PackedAppendProblem(tokens=300, h=64, layout="v41_fp4", columns=512, interleaved=False),
     PackedAppendProblem(tokens=300, h=20, layout="v41_planar", columns=512, interleaved=False, page=5),
     PackedAppendProblem(tokens=300, h=16, layout="v41_fp4_planar", columns=512, page=256),
+    PackedAppendProblem(tokens=300, layout="v32_no_rope", page=5),
+    PackedAppendProblem(tokens=300, layout="v32_no_rope", powers=False, index="int32", rest=0),
+    PackedAppendProblem(tokens=300, layout="flat_no_rope", page=1),
 ]
+#: Cases of the check.
+COUNTS = {"v32": 18, "v32_no_rope": 15, "flat_no_rope": 14}
 
 FAR = PackedAppendProblem(tokens=100)
 
@@ -31,7 +36,7 @@ FAR = PackedAppendProblem(tokens=100)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
 def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, problem: PackedAppendProblem) -> None:
-    assert len(right(planned(kernel, problem))) == (18 if problem.layout == "v32" else 17)
+    assert len(right(planned(kernel, problem))) == COUNTS.get(problem.layout, 17)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
@@ -61,7 +66,8 @@ def test_a_replayed_call_packs_what_pack_does_and_leaves_the_rest(
     memory.fill_(0xA5)
     graph.replay()
     torch.cuda.synchronize()
-    slots = inputs[4].long()
+    latent, slots = inputs[:2] if problem.no_rope else (inputs[1], inputs[4])
+    slots = slots.long()
     at = (slots[slots >= 0] // problem.page, slots[slots >= 0] % problem.page)
     if problem.v41:  # what is unpacked and packed again may have other scales; turns by quarters are exact
         wanted = torch.full_like(memory, 0xA5)
@@ -70,11 +76,11 @@ def test_a_replayed_call_packs_what_pack_does_and_leaves_the_rest(
             to[~right.isnan()] = right[~right.isnan()].to(to.dtype)
         assert torch.equal(memory, wanted)
         return
-    scale = inputs[6] if problem.layout == "flat" else None
+    scale = inputs[-1] if layout.one_scale else None
     rope = unpack(layout, cache, scale)[at][:, problem.k :]
-    tokens = torch.cat([inputs[1][slots >= 0].double(), rope], dim=1).bfloat16()
+    tokens = torch.cat([latent[slots >= 0].double(), rope], dim=1).bfloat16()
     if problem.layout == "flat":  # unpacked and packed again, its rope columns are what they were
-        tokens = torch.cat([inputs[1][slots >= 0].float(), rope.float()], dim=1)
+        tokens = torch.cat([latent[slots >= 0].float(), rope.float()], dim=1)
     wanted = torch.full_like(memory, 0xA5)
     into = wanted.as_strided(cache.shape, cache.stride())
     alone = pack(layout, tokens.unsqueeze(1), scale=scale, powers=problem.powers)

@@ -9,6 +9,7 @@ import torch
 from public_calls import NAMES, arguments
 
 from mla_var3.catalogue import registry
+from mla_var3.packed_cache import NO_ROPE
 from mla_var3.workload import packed_append, rope, sparse_decode
 from mla_var3.workload.decode import MlaProblem, fifth_input, make_inputs, mla_decode_reference
 from mla_var3.workload.packed_append import PackedAppendProblem
@@ -112,12 +113,13 @@ def slots_are_kept(layout: str | None, language: str, value: int, device: str, h
     """Sees that a token with such a slot is not written, and the others are. layout: of a packed cache."""
     workload, problem = (
         (rope, RopeProblem(tokens=4, h=2)) if layout is None
-        else (packed_append, PackedAppendProblem(tokens=4, h=2, layout=layout))
+        else (packed_append, PackedAppendProblem(tokens=4, layout=layout) if layout in NO_ROPE
+              else PackedAppendProblem(tokens=4, h=2, layout=layout))
     )  # fmt: skip
     design = "rope_append" if layout is None else "packed_append"
     plan = registry.get_plan(registry.KernelId.parse(f"{language}/{design}"))(problem, None, hardware)
     given = list(workload.make_inputs(problem, device, seed=0))
-    given[4] = torch.tensor([0, value, 7, 1], device=device)
+    given[1 if layout in NO_ROPE else 4] = torch.tensor([0, value, 7, 1], device=device)
     kernel = plan.plan(*given)
     cache = kernel.output_tensors[1]  # or the codes
     cache.fill_(5)

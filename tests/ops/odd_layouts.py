@@ -15,6 +15,7 @@ import torch
 from mla_var3.errors import Unsupported, UserError
 from mla_var3.ops import (
     absorb_gemm,
+    latent_append,
     mla_decode,
     packed_mla_decode,
     rmsnorm,
@@ -22,7 +23,7 @@ from mla_var3.ops import (
     sparse_mla_decode,
 )
 from mla_var3.ops.context_parallel import merge_partials
-from mla_var3.packed_cache import LAYOUTS, new_cache, pack, unpack
+from mla_var3.packed_cache import LAYOUTS, NO_ROPE, new_cache, pack, unpack
 from mla_var3.workload.rope import rope_table
 
 Made = dict[str, Any]
@@ -52,13 +53,18 @@ def rope_of(layout: str | None = None, n: int = 3) -> Made:
     return made | ({} if layout is None else {"layout": layout}) | scale_of(layout)
 
 
+def latent_of(layout: str, n: int = 3) -> Made:
+    made = {"latent": draw(n, 512), "slots": torch.tensor([6, 1, -1][:n]), "kv_cache": pack_of(layout, 3, 4)}
+    return {**made, "layout": layout, **scale_of(layout)}
+
+
 def pack_of(layout: str, pages: int, page: int) -> Any:
     values = draw(pages, page, LAYOUTS[layout].columns)
-    return pack(LAYOUTS[layout], values, scale=torch.full((1,), 0.01) if layout == "flat" else None)
+    return pack(LAYOUTS[layout], values, scale=torch.full((1,), 0.01) if layout.startswith("flat") else None)
 
 
 def scale_of(layout: str | None) -> Made:
-    return {"cache_scale": torch.full((1,), 0.01)} if layout == "flat" else {}
+    return {"cache_scale": torch.full((1,), 0.01)} if layout and layout.startswith("flat") else {}
 
 
 def decode_of() -> Made:
@@ -96,6 +102,8 @@ CALLS: dict[str, tuple[Callable[..., Any], Made, tuple[str, ...], str]] = {
     "rope": (rope_append, rope_of(), ("out", "kv_cache"), "rope_append"),
     "rope_one": (rope_append, rope_of(n=1), ("out", "kv_cache"), "rope_append"),
     **{f"rope_{x}": (rope_append, rope_of(x), ("out", "kv_cache"), "packed_append") for x in ("v32", "v4", "flat")},
+    **{f"latent_{x}": (latent_append, latent_of(x), ("kv_cache",), "packed_append") for x in NO_ROPE},
+    "latent_one": (latent_append, latent_of("v32_no_rope", 1), ("kv_cache",), "packed_append"),
     "merge": (merge_partials, {"partials": draw(3, 5, 64), "lse": torch.randn(3, 5)}, (), "merge_partials"),
     "decode": (mla_decode, decode_of(), ("out", "lse"), "flash_mla"),
     **{f"packed_{x}": (packed_mla_decode, packed_of(x), ("out", "lse"), "sparse_mla") for x in ("v32", "v4", "flat")},

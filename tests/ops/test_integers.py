@@ -190,7 +190,7 @@ def test_jax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------- positions and slots, which no kernel narrows
-@pytest.mark.parametrize("layout", [None, "v32", "v4", "flat"])
+@pytest.mark.parametrize("layout", [None, "v32", "v4", "flat", "v32_no_rope", "flat_no_rope"])
 @pytest.mark.parametrize("language", ["torch", "cutile-dsl"])
 @pytest.mark.parametrize("value", cases.BELOW)
 def test_a_slot_far_below_zero_is_written_nowhere(layout: str | None, language: str, value: int) -> None:
@@ -235,7 +235,7 @@ for problem in [cases.SPARSE["v4"]]:
 for problem in [cases.PACKED["flat"]]:
     held += cases.hold(cases.packed_cases(problem, "cpu", cases.FEW), of(packed_mla_decode, "sparse_mla"), problem)
 for value in cases.BELOW[:1]:
-    for layout in (None, "v32", "v4", "flat"):
+    for layout in (None, "v32", "v4", "flat", "v32_no_rope", "flat_no_rope"):
         cases.slots_are_kept(layout, "triton", value, "cpu")
         held += 1
 print("held", held)

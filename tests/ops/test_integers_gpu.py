@@ -62,7 +62,7 @@ def test_packed_decode(layout: str, label: str) -> None:
     assert hold(cases.packed_cases(problem, "cuda"), calls(packed_mla_decode, label), problem) == 14
 
 
-@pytest.mark.parametrize("layout", [None, "v32", "v4", "flat"])
+@pytest.mark.parametrize("layout", [None, "v32", "v4", "flat", "v32_no_rope", "flat_no_rope"])
 @pytest.mark.parametrize("language", APPEND)
 @pytest.mark.parametrize("value", cases.BELOW)
 def test_a_slot_far_below_zero_is_written_nowhere(value: int, language: str, layout: str | None) -> None:

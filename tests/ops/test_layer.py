@@ -15,7 +15,8 @@ from mla_var3.device import Device  # noqa: E402
 from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.lab.naming import cell_name  # noqa: E402
-from mla_var3.ops import absorb_gemm, mla_decode, rmsnorm, rope_append  # noqa: E402
+from mla_var3.ops import absorb_gemm, latent_append, mla_decode, rmsnorm, rope_append  # noqa: E402
+from mla_var3.packed_cache import pack  # noqa: E402
 from mla_var3.workload import gemm, norm, packed_append, rope  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs  # noqa: E402
 from mla_var3.workload.gemm import GemmProblem  # noqa: E402
@@ -35,19 +36,34 @@ PACKED = [
     PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="v41", interleaved=False),
     PackedAppendProblem(tokens=6, h=3, page=4, positions=50, layout="v41_fp4_planar"),
 ]
+WITHOUT_ROPE = [
+    PackedAppendProblem(tokens=6, page=4, layout="v32_no_rope", powers=False),
+    PackedAppendProblem(tokens=6, page=4, layout="v32_no_rope", rest=0, index="int32"),
+    PackedAppendProblem(tokens=6, page=4, layout="flat_no_rope", rest=3),
+]
 
 
 def packed_call(problem: PackedAppendProblem) -> tuple[Any, ...]:
     """q, latent, rope, positions, slots, table, out, a cache of pages that lie apart, its scale, options."""
     inputs = packed_append.make_inputs(problem, "cpu", seed=2, dist="skipped")
     out = packed_append.new_outputs(problem, inputs[0])[0]
+    options = {"layout": problem.layout, "powers": problem.powers, "interleaved": problem.interleaved}
+    return *inputs[:6], out, pages_apart(problem), inputs[6] if problem.layout == "flat" else None, options
+
+
+def latent_call(problem: PackedAppendProblem) -> tuple[Any, ...]:
+    """latent, slots, a cache of pages that lie apart, options."""
+    latent, slots, *scale = packed_append.make_inputs(problem, "cpu", seed=2, dist="skipped")
+    options = {"layout": problem.layout, "powers": problem.powers, "cache_scale": scale[0] if scale else None}
+    return latent, slots, pages_apart(problem), options
+
+
+def pages_apart(problem: PackedAppendProblem) -> Any:
     layout = problem.cache
     apart = 2 * layout.page_bytes(problem.page) + 1152
     memory = torch.zeros(problem.pages * apart, dtype=torch.uint8)
     shape = (problem.pages, problem.page, layout.token_bytes)
-    cache = memory.as_strided(shape, (apart, layout.token_bytes, 1))
-    options = {"layout": problem.layout, "powers": problem.powers, "interleaved": problem.interleaved}
-    return *inputs[:6], out, cache, inputs[6] if problem.layout == "flat" else None, options
+    return memory.as_strided(shape, (apart, layout.token_bytes, 1))
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -100,6 +116,30 @@ def test_rope_append_packs_into_pages_that_lie_apart(on_cpu: CpuEngine, problem:
     for to, right in zip(into, parts, strict=True):
         to[~right.isnan()] = right[~right.isnan()].to(to.dtype)
     assert torch.equal(memory, expected) and bool((memory != 0xA5).any())
+
+
+@pytest.mark.parametrize("fourth", [False, True])
+@pytest.mark.parametrize("problem", WITHOUT_ROPE, ids=cell_name)
+def test_latent_append_packs_into_pages_that_lie_apart(
+    on_cpu: CpuEngine, problem: PackedAppendProblem, fourth: bool
+) -> None:
+    """The bytes of `pack`, and nothing else is written. fourth: a cache (pages, page, 1, bytes)."""
+    latent, slots, cache, options = latent_call(problem)
+    memory = cache.as_strided((cache.untyped_storage().nbytes(),), (1,), 0).fill_(0xA5)
+    given = cache.view(torch.float8_e4m3fn).unsqueeze(2) if fourth else cache
+    assert latent_append(latent, slots, given, kernel="torch/packed_append", **options) is None
+    expected = torch.full_like(memory, 0xA5)
+    into = expected.as_strided(cache.shape, cache.stride())
+    scale, there = options["cache_scale"], slots >= 0
+    packed = pack(problem.cache, latent.unsqueeze(1), scale=scale, powers=problem.powers)
+    into[slots[there].long() // problem.page, slots[there].long() % problem.page] = packed[there, 0]
+    assert torch.equal(memory, expected) and bool((memory != 0xA5).any())
+
+
+def test_no_latent_is_no_call(on_cpu: CpuEngine) -> None:
+    latent, slots, cache, options = latent_call(WITHOUT_ROPE[0])
+    latent_append(latent[:0], slots[:0], cache, **options)
+    assert on_cpu.planned == 0 and not cache.any()
 
 
 @pytest.mark.parametrize("side", gemm.SIDES)
@@ -230,6 +270,10 @@ def test_torchs_own_check_passes(on_cpu: CpuEngine) -> None:
         *given, out, cache, scale, options = packed_call(problem)
         named = {"version": "torch/packed_append", "cache_scale": scale, "out": out.zero_(), "kv_cache": cache}
         torch.library.opcheck(OPS.rope_append.default, (given[0].nan_to_num(), *given[1:]), {**named, **options})
+    for problem in WITHOUT_ROPE:
+        latent, slots, cache, options = latent_call(problem)
+        named = {"version": "torch/packed_append", **options}
+        torch.library.opcheck(OPS.latent_append.default, (latent, slots, cache), named)
     x, product = torch.randn(3, 2, 32).bfloat16(), torch.randn(128, 64).bfloat16()
     torch.library.opcheck(OPS.absorb_gemm.default, (x, product, "q"), {"version": ABSORB})
     torch.library.opcheck(
@@ -246,6 +290,23 @@ def test_fake_tensors_on_a_gpu_that_is_not_here() -> None:
         queries = absorb_gemm(heads, kv_b, "q")
         shapes = [tuple(t.shape) for t in (*found, queries, absorb_gemm(queries, kv_b, "out"))]
     assert shapes == [(5, 64), (5, 32), (5, 2, 512), (5, 2, 32)] and queries.device.type == "cuda"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("problem", WITHOUT_ROPE, ids=cell_name)
+def test_latents_are_appended_in_a_compiled_step(on_cpu: CpuEngine, problem: PackedAppendProblem, backend: str) -> None:
+    latent, slots, cache, options = latent_call(problem)
+    weight, latent = torch.randn(512).bfloat16(), latent.nan_to_num()
+
+    def step(latent: Any, cache: Any) -> Any:
+        normed = rmsnorm(latent, weight, kernel=NORM)
+        latent_append(normed, slots, cache, kernel="torch/packed_append", **options)
+        return normed
+
+    torch._dynamo.reset()
+    other = pages_apart(problem)
+    wanted, found = step(latent, cache), torch.compile(step, fullgraph=True, backend=backend)(latent, other)
+    assert torch.equal(found, wanted) and torch.equal(other, cache) and bool(cache.any())
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

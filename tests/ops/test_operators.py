@@ -60,7 +60,8 @@ def test_only_what_writes_into_the_callers_tensors_declares_it() -> None:
     assert {name: names for name, names in written.items() if names} == {
         "mla_decode_into": {"target", "lse"}, "sparse_mla_decode_into": {"target", "lse"},
         "packed_mla_decode_into": {"target", "lse"}, "mla_prefill_into": {"target", "lse"},
-        "rope_append": {"out", "kv_cache"}, "index_append": {"cache"}, "absorb_gemm_into": {"target"},
+        "rope_append": {"out", "kv_cache"}, "index_append": {"cache"}, "latent_append": {"kv_cache"},
+        "absorb_gemm_into": {"target"},
     }  # fmt: skip
 
 

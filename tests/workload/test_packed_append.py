@@ -11,7 +11,7 @@ import torch
 from mla_var3.check.judge import compare, untouched
 from mla_var3.errors import UserError
 from mla_var3.lab.naming import cell_name
-from mla_var3.packed_cache import LAYOUTS, NO_ROPE, new_cache, pack
+from mla_var3.packed_cache import LAYOUTS, new_cache, pack
 from mla_var3.workload import rope
 from mla_var3.workload.packed_append import (
     CASES,
@@ -36,6 +36,32 @@ PROBLEMS = [
     PackedAppendProblem(**SMALL, layout="v41_planar", interleaved=False),
     PackedAppendProblem(**SMALL, layout="v41_fp4_planar"),
 ]
+
+WITHOUT_ROPE = [
+    PackedAppendProblem(tokens=9, page=5, layout="v32_no_rope"),
+    PackedAppendProblem(tokens=9, page=5, layout="v32_no_rope", powers=False, rest=0),
+    PackedAppendProblem(tokens=9, page=5, layout="flat_no_rope", index="int32"),
+]
+
+
+@pytest.mark.parametrize("dist", ["normal", "tiny", "huge", "skipped", "odd"])
+@pytest.mark.parametrize("problem", WITHOUT_ROPE, ids=cell_name)
+def test_bytes_without_rope_columns_are_those_of_latents_packed(problem: PackedAppendProblem, dist: str) -> None:
+    latent, slots, *scale = make_inputs(problem, seed=1, dist=dist)
+    assert latent.shape == (9, 512) and latent.stride(0) == 512 + problem.rest
+    out, *parts = reference(problem, latent, slots, *scale)
+    assert out.numel() == 0 and parts[2].numel() == 0
+    rows = torch.zeros(problem.pages * problem.page, 512).bfloat16()
+    there = slots >= 0
+    rows[slots[there].long()] = latent[there]
+    cache = rows.view(problem.pages, problem.page, 512)
+    packed = pack(problem.cache, cache, scale=scale[0] if scale else None, powers=problem.powers)
+    written = torch.zeros(len(rows), dtype=torch.bool)
+    written[slots[there].long()] = True
+    written = written.view(problem.pages, problem.page)
+    assert 0 < int(written.sum()) < written.numel()
+    for found, wanted in zip(parts, views(problem.cache, packed), strict=True):
+        assert torch.equal(found[written], wanted[written].double()) and bool(found[~written].isnan().all())
 
 
 @pytest.mark.parametrize("dist", ["normal", "tiny", "huge", "skipped"])
@@ -69,7 +95,7 @@ def spoiled(problem: PackedAppendProblem, part: int, change: Any) -> str:
     return compare(WORKLOAD, outputs, wanted, bounds("skipped")).reason
 
 
-@pytest.mark.parametrize("problem", PROBLEMS, ids=cell_name)
+@pytest.mark.parametrize("problem", [*PROBLEMS, *WITHOUT_ROPE], ids=cell_name)
 def test_one_bit_and_one_byte_too_many_are_found(problem: PackedAppendProblem) -> None:
     def flip(x: torch.Tensor, nobodys: torch.Tensor) -> None:
         at = tuple(int(i) for i in (~nobodys).nonzero()[-1])
@@ -80,7 +106,7 @@ def test_one_bit_and_one_byte_too_many_are_found(problem: PackedAppendProblem) -
 
     assert spoiled(problem, 1, lambda *_: None) == ""
     for part, name in ((1, "codes"), (2, "scales"), (3, "plain")):
-        if part == 2 and problem.layout == "flat":
+        if (part == 2 and problem.cache.one_scale) or (part == 3 and problem.no_rope):
             continue
         assert f"{name} 1 of" in spoiled(problem, part, flip)
         assert f"{name} was written where it must stay" in spoiled(problem, part, write)
@@ -119,8 +145,9 @@ def test_every_layout_has_its_views() -> None:
         "v32": (512, 4, 64), "v4": (448, 7, 64), "flat": (512, 0, 64),
         "v41": (448, 16, 64), "v41_planar": (448, 16, 64),
         "v41_fp4": (224, 32, 32), "v41_fp4_planar": (224, 32, 32),
+        "v32_no_rope": (512, 4, 0), "flat_no_rope": (512, 0, 0),
     }  # fmt: skip
-    assert {*widths_of, "bf16", *NO_ROPE} == {*LAYOUTS}
+    assert {*widths_of, "bf16"} == {*LAYOUTS}
     for name, widths in widths_of.items():
         cache = new_cache(LAYOUTS[name], 3, 4)
         found = views(LAYOUTS[name], cache)
@@ -134,6 +161,8 @@ def test_cost_counts_bytes_of_a_token_and_a_half_of_bf16_s() -> None:
     cost = problem.cost()
     assert cost.written == 100 * (16 * 64 * 2 + 583) and problem.k == 448
     assert cost.bytes == cost.written + 100 * (16 * 64 + 512) * 2 + 100 * (64 * 4 + 16)
+    cost = PackedAppendProblem(tokens=100, layout="v32_no_rope").cost()
+    assert (cost.written, cost.bytes) == (100 * 528, 100 * (528 + 1024 + 8))
 
 
 def test_records_and_binding_keep_the_layout() -> None:
@@ -142,15 +171,38 @@ def test_records_and_binding_keep_the_layout() -> None:
         assert record["workload"] == "packed_append" and PackedAppendProblem.from_record(record) == problem
         other = dataclasses.replace(problem, tokens=2, rest=64)
         assert WORKLOAD.rebound(problem, *make_inputs(other)) == other
-    assert len({p.problem_class().key() for p in PROBLEMS}) == len({cell_name(p) for p in PROBLEMS}) == 8
-    assert {case.name for case in WORKLOAD.cases(PROBLEMS[0], True)} == set(CASES)
+    for problem in WITHOUT_ROPE:
+        assert PackedAppendProblem.from_record(problem.to_record()) == problem and problem.h == problem.positions == 0
+        other = dataclasses.replace(problem, tokens=2, rest=64)
+        assert WORKLOAD.rebound(problem, *make_inputs(other)) == other
+    every = [*PROBLEMS, *WITHOUT_ROPE]
+    assert len({p.problem_class().key() for p in every}) == len({cell_name(p) for p in every}) == 11
+    own, without = ({case.name for case in WORKLOAD.cases(p, True)} for p in (PROBLEMS[0], WITHOUT_ROPE[0]))
+    assert own | without == set(CASES) and own - without == {"ends", "other", "absorbed", "heads"}
+    assert without - own == {"narrow"}
+
+
+def test_latents_that_are_not_of_the_class_are_not_bound() -> None:
+    problem = WITHOUT_ROPE[2]
+    latent, slots, scale = make_inputs(problem)
+    for given, words in (
+        ((latent[:, :500], slots, scale), "latent"), ((latent, slots.long(), scale), "slots"),
+        ((latent, slots, scale.double()), "scale"), ((latent.T.contiguous().T, slots, scale), "columns must lie"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=words):
+            WORKLOAD.rebound(problem, *given)
 
 
 @pytest.mark.parametrize(
     ("fields", "word"),
     [({"layout": "v33"}, "v32"), ({"layout": "bf16"}, "workload rope"), ({"k": 256}, "512 latent"), ({"p": 32}, "rope"),
      ({"layout": "v4", "powers": False}, "powers"),
-     ({"layout": "v41", "powers": False}, "powers"), ({"layout": "flat_no_rope"}, "has no rope columns.*pack"),
+     ({"layout": "v41", "powers": False}, "powers"),
+     ({"layout": "flat_no_rope", "powers": False}, "powers"), ({"layout": "flat_no_rope", "k": 448}, "512 latent"),
+     ({"layout": "v32_no_rope", "h": 16}, "h = 16.*no rope columns.*leave it out"),
+     ({"layout": "v32_no_rope", "positions": 9}, "positions = 9"), ({"layout": "v32_no_rope", "p": 32}, "p = 32"),
+     ({"layout": "v32_no_rope", "interleaved": False}, "interleaved"),
+     ({"layout": "v32_no_rope", "tokens": 0}, "tokens = 0"), ({"layout": "v32_no_rope", "index": "x"}, "index"),
      ({"layout": "v41_fp4", "k": 256}, "448 latent"),
      ({"dtype": "fp16"}, "bf16"), ({"powers": 1}, "boolean")],
 )  # fmt: skip

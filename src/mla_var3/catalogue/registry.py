@@ -23,6 +23,7 @@ from mla_var3.errors import UserError, importable, install, nearest
 from mla_var3.names import kernel_label, version_name
 from mla_var3.toolchain import source
 from mla_var3.toolchain.mistakes import NEW_PAGE
+from mla_var3.toolchain.versions import too_old
 
 if TYPE_CHECKING:
     from mla_var3.runtime.plan import KernelPlan
@@ -214,7 +215,8 @@ def standings() -> dict[str, str]:
 def missing(what: str | KernelId) -> str | None:
     """Why a language, or one version, cannot be used here and how to get it, in one sentence; None when it can.
 
-    A language is asked for what all its versions need; a peer's version also for the library that it wraps.
+    A language is asked for what all its versions need; a peer's version also for the library that it wraps. A compiler
+    that is too old is worse than none: no bundle is taken beside it.
     """
     if isinstance(what, KernelId):
         reason = missing(what.language)
@@ -226,6 +228,8 @@ def missing(what: str | KernelId) -> str | None:
     language = what
     package, how = LANGUAGES[language].package, LANGUAGES[language].how
     found = importable(package)
+    if found and (old := too_old(language)) is not None:
+        return f"{language} needs {old}: {how}, or uninstall it and give a bundle."
     if not found:
         from mla_var3.toolchain import aot
 

@@ -305,6 +305,11 @@ def _sparse_detail(p: Any) -> str:
     return text + (f"_seed{seed}" if seed else "") + (f"_{p.missing.replace(':', '')}" if p.missing else "")
 
 
+def _append_words(p: Any) -> str:
+    """But the layout."""
+    return _count(p.tokens, "token") if p.no_rope else _rope_words(p)
+
+
 def _rope_words(p: Any) -> str:
     pairs = "interleaved pairs" if p.interleaved else "pairs of halves"
     return f"{_count(p.tokens, 'token')}, {_count(p.h, 'head')}, {pairs}"
@@ -409,12 +414,13 @@ NAMING = {
         detail=_left_out("k", *_OF_ROPE),
     ),
     "packed_append": Naming(
-        words=lambda p: f"{_rope_words(p)}, layout {p.layout}",
+        words=lambda p: f"{_append_words(p)}, layout {p.layout}",
         geometry=lambda p: f"layout {p.layout}",
-        panel=_panel(lambda p: f"{_rope_words(p).split(', ', 1)[1]}, layout {p.layout}"),
+        panel=_panel(lambda p: ", ".join((*_append_words(p).split(", ")[1:], f"layout {p.layout}"))),
         place=("tokens", "h"),
         rank=lambda p: (list(LAYOUTS).index(p.layout), not p.interleaved, p.h, p.dtype, p.tokens),
-        detail=lambda p: _left_out(*_OF_ROPE)(p) + ("" if p.powers else "_scales"),
+        detail=lambda p: _left_out(*(("rest", "page", "index") if p.no_rope else _OF_ROPE))(p)
+        + ("" if p.powers else "_scales"),
     ),
     "gemm": Naming(
         words=lambda p: f"{_count(p.tokens, 'token')}, {_count(p.h, 'head')}, {p.summed} to {p.columns} columns",

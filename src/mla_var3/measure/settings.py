@@ -140,7 +140,6 @@ _FAST: dict[str, Any] = {
     "burst_rounds": 3,
     "idle_ms": 20.0,
     "sustained_s": 0.3,
-    "settle_s": 1.0,
     "host_calls": 15,
     "cross_check_ms": 0.0,
 }

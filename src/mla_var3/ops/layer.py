@@ -1,4 +1,4 @@
-"""The kernels around attention as functions: `rmsnorm`, `rope_append`, `absorb_gemm`.
+"""The kernels around attention as functions: `rmsnorm`, `rope_append`, `latent_append`, `absorb_gemm`.
 
 In a decode step of one layer, of n tokens and h heads with d columns and p of rope, over a latent of k:
 
@@ -7,6 +7,9 @@ In a decode step of one layer, of n tokens and h heads with d columns and p of r
     rope_append(q, normed, rope, positions, slots, table, queries, cache)     its rope behind it, and the cache's rows
     attended = mla_decode(queries, cache, page_table, seq_lens)
     out = absorb_gemm(attended, kv_b, "out")                          of every head
+
+A model without rope columns has nothing to turn: `absorb_gemm` makes all columns of its queries, and `latent_append`
+writes its cache.
 
 Each picks a version as `mla_decode` does, is planned once for its shapes and strides, never waits for the device, and
 can be captured in a CUDA graph once a call with the same shapes has been made. bf16 and fp16. To a program that torch
@@ -35,7 +38,7 @@ from mla_var3.ops.request import (
 )
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import serve
-from mla_var3.packed_cache import layout_of
+from mla_var3.packed_cache import NO_ROPE, Layout, layout_of
 from mla_var3.workload.gemm import SIDES, GemmProblem
 from mla_var3.workload.norm import NormProblem
 from mla_var3.workload.packed_append import PackedAppendProblem, views
@@ -132,11 +135,12 @@ def rope_append(
     A token whose slot is negative, or past the last row of the cache, is not written. Where the table has no row of a
     position, all turned columns of the token are NaN. So nothing is read or written outside of a tensor.
 
-    layout: of a packed cache, any of `mla_var3.packed_cache` but "bf16", those for extra caches too: kv_cache is
-    (pages, tokens of a page, bytes of a token) of torch.uint8 or torch.float8_e4m3fn, whose pages may lie apart, by
-    multiples of 16 bytes. Rows are quantised and packed on their way, as `packed_cache.pack` does it with the rope
-    columns rounded to bf16: a column that is NaN or infinite becomes e4m3's NaN, and changes no other column (of e2m1,
-    those that share its scale become NaN too). powers: whether scales of v32 are rounded up to powers of two.
+    layout: of a packed cache, any of `mla_var3.packed_cache` but "bf16" and those without rope columns, which
+    `latent_append` writes; those for extra caches too. kv_cache is (pages, tokens of a page, bytes of a token) of
+    torch.uint8 or torch.float8_e4m3fn, whose pages may lie apart, by multiples of 16 bytes. Rows are quantised and
+    packed on their way, as `packed_cache.pack` does it with the rope columns rounded to bf16: a column that is NaN or
+    infinite becomes e4m3's NaN, and changes no other column (of e2m1, those that share its scale become NaN too).
+    powers: whether scales of v32 are rounded up to powers of two.
     cache_scale: (1,) float32, the one scale of layout flat. bf16 alone.
 
     Raises `UserError` in one sentence for what does not fit.
@@ -159,7 +163,12 @@ def rope_append(
             raise UserError("cache_scale is of layout flat: pass layout as well, or leave it out.")
         parts: tuple[torch.Tensor, ...] = (require_contiguous("kv_cache", kv_cache),)
     else:
-        parts = _packed(layout, kv_cache, cache_scale, q, k + p)
+        made = layout_of(layout)
+        if layout in NO_ROPE:
+            raise UserError(f"layout {layout} has no rope columns: latent_append writes such a cache.")
+        if made.columns != k + p:
+            raise UserError(f"latent and rope have {k + p} columns: tokens of layout {layout} have {made.columns}.")
+        parts = _packed(made, kv_cache, cache_scale, q)
     q, latent, table = (
         require_contiguous(name, x) for name, x in (("q", q), ("latent", latent), ("table", table))
     )  # fmt: skip
@@ -180,22 +189,70 @@ def rope_append(
     serve("rope_append", problem, inputs, (target, *parts), kernel, on)
 
 
-def _packed(
-    layout: str, kv_cache: torch.Tensor, scale: torch.Tensor | None, q: torch.Tensor, columns: int
-) -> tuple[torch.Tensor, ...]:
-    """Codes, scales and plain columns of a packed cache that tokens of so many columns are appended to."""
+@traceable
+def latent_append(
+    latent: torch.Tensor,
+    slots: torch.Tensor,
+    kv_cache: torch.Tensor,
+    *,
+    layout: str,
+    cache_scale: torch.Tensor | None = None,
+    powers: bool = True,
+    kernel: str | None = None,
+    on: Engine | None = None,
+) -> None:
+    """Quantises the latents of new tokens, and writes them into a paged cache without rope columns.
+
+    latent (n, 512) bf16, normalised, whose rows may lie apart; rows that begin elsewhere than at multiples of 16 bytes
+    are written by Triton, and columns that lie apart cost a copy. slots (n,) int32 or int64: token i is written to row
+    slots[i] % page of page slots[i] // page. kv_cache (pages, tokens of a page, bytes of a token) of torch.uint8 or
+    torch.float8_e4m3fn, whose pages may lie apart, by multiples of 16 bytes. layout: "v32_no_rope", 528 bytes a token,
+    or "flat_no_rope", 512, whose one scale is cache_scale (1,) float32. Bytes are those of `packed_cache.pack`. powers:
+    whether scales of v32_no_rope are rounded up to powers of two. kernel, on: as of `mla_decode`.
+
+    A token whose slot is negative, or past the last row of the cache, is not written. Raises `UserError` in one
+    sentence for what does not fit.
+    """
     import torch
 
+    judge("latent", latent, (None, None), None, latent)
+    n, columns = latent.shape
+    judge("slots", slots, (n,), None, latent)
+    if slots.dtype not in (torch.int32, torch.int64):
+        raise UserError(f"slots are {slots.dtype}: pass torch.int64 or torch.int32.")
     made = layout_of(layout)
+    if layout not in NO_ROPE:
+        raise UserError(f"layout {layout} has rope columns: rope_append turns them and writes such a cache.")
     if made.columns != columns:
-        raise UserError(f"latent and rope have {columns} columns: tokens of layout {layout} have {made.columns}.")
-    if layout == "bf16":
+        raise UserError(f"latent has {columns} columns: tokens of layout {layout} have {made.columns}.")
+    parts = _packed(made, kv_cache, cache_scale, latent)
+    rows = rows_of(latent)
+    problem = _latents(
+        max(n, 1), max(rows.stride(0) - columns, 0) if n > 1 else 0, kv_cache.shape[1],
+        str(slots.dtype).removeprefix("torch."), dtype_name(latent.dtype, "latent"), layout,
+        bool(powers) or made.scale_bytes != 4,
+    )  # fmt: skip
+    inputs = (rows, slots.contiguous()) if cache_scale is None else (rows, slots.contiguous(), compact(cache_scale))
+    nobodys = rows.new_empty((n, 0, columns))
+    serve("latent_append", problem, inputs, (nobodys, *parts), kernel, on, first="latent")
+
+
+def _packed(
+    layout: Layout, kv_cache: torch.Tensor, scale: torch.Tensor | None, like: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Codes, scales and plain columns of a packed cache, on the device of another tensor."""
+    import torch
+
+    if layout.name == "bf16":
         raise UserError("layout bf16 is that of a cache without scales: leave layout out.")
-    if (scale is None) == made.one_scale:
-        raise UserError(f"layout {layout} {'needs' if scale is None else 'has no'} cache_scale, which is of flat.")
+    if (scale is None) == layout.one_scale:
+        flat = "flat_no_rope" if layout.name in NO_ROPE else "flat"
+        raise UserError(
+            f"layout {layout.name} {'needs' if scale is None else 'has no'} cache_scale, which is of {flat}."
+        )
     if scale is not None:
-        judge("cache_scale", scale, (1,), torch.float32, q)
-    return views(made, packed_pages("kv_cache", kv_cache, layout, q))
+        judge("cache_scale", scale, (1,), torch.float32, like)
+    return views(layout, packed_pages("kv_cache", kv_cache, layout.name, like))
 
 
 @traceable
@@ -275,6 +332,19 @@ def _rope(*fields: Any) -> RopeProblem:
 )  # fmt: skip
 def _append(*fields: Any) -> PackedAppendProblem:
     return PackedAppendProblem(*fields)
+
+
+@functools.lru_cache(maxsize=4096)
+@named_as(
+    tokens="latent (n, k): n", rest="latent (n, k): elements between its rows",
+    page="kv_cache (pages, page, bytes of a token): page", dtype="latent: dtype", layout="layout", powers="powers",
+)  # fmt: skip
+def _latents(
+    tokens: int, rest: int, page: int, index: str, dtype: str, layout: str, powers: bool
+) -> PackedAppendProblem:
+    return PackedAppendProblem(
+        tokens=tokens, rest=rest, page=page, index=index, dtype=dtype, layout=layout, powers=powers
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@
     torch.ops.mla_var3.mla_chunk_prefill  (out, lse) as new tensors
     torch.ops.mla_var3.rmsnorm            (out, second, new residual), without columns where not asked for
     torch.ops.mla_var3.rope_append        writes into the caller's out and kv_cache
+    torch.ops.mla_var3.latent_append      writes into the caller's kv_cache
     torch.ops.mla_var3.index_append       writes into the caller's cache
     torch.ops.mla_var3.absorb_gemm        out as a new tensor
     torch.ops.mla_var3.absorb_gemm_into   writes into the caller's out
@@ -40,7 +41,7 @@ from mla_var3.ops.chunk_prefill import mla_chunk_prefill
 from mla_var3.ops.context_parallel import merge_partials
 from mla_var3.ops.decode import LATENT, mla_decode
 from mla_var3.ops.indexer import index_append, indexer_logits, indexer_topk, topk_indices
-from mla_var3.ops.layer import absorb_gemm, require_side, rmsnorm, rope_append
+from mla_var3.ops.layer import absorb_gemm, latent_append, require_side, rmsnorm, rope_append
 from mla_var3.ops.prefill import mla_prefill, require_no_gradient
 from mla_var3.ops.sparse import packed_mla_decode, sparse_mla_decode
 from mla_var3.ops.tracing import eager, through
@@ -99,6 +100,10 @@ SCHEMAS = {
         "rope_append(Tensor q, Tensor latent, Tensor rope, Tensor positions, Tensor slots, Tensor table, *, "
         "bool interleaved=True, str? layout=None, Tensor? cache_scale=None, bool powers=True, str? version=None, "
         "Tensor(a!) out, Tensor(b!) kv_cache) -> ()"
+    ),
+    "latent_append": (
+        "latent_append(Tensor latent, Tensor slots, Tensor(a!) kv_cache, *, str layout, Tensor? cache_scale=None, "
+        "bool powers=True, str? version=None) -> ()"
     ),
     "index_append": (
         "index_append(Tensor k, Tensor weight, Tensor bias, Tensor positions, Tensor slots, Tensor table, "
@@ -219,6 +224,7 @@ through.update(
     mla_chunk_prefill=_call_chunk_prefill,
     rmsnorm=_call_rmsnorm,
     rope_append=functools.partial(_call, "rope_append"),
+    latent_append=functools.partial(_call, "latent_append"),
     index_append=functools.partial(_call, "index_append"),
     absorb_gemm=_call_absorb_gemm,
     merge_partials=functools.partial(_call, "merge_partials"),
@@ -416,6 +422,7 @@ def register() -> None:
         "mla_chunk_prefill": (_chunk_prefill, _fake_chunk_prefill),
         "rmsnorm": (_rmsnorm, _fake_rmsnorm),
         "rope_append": (_of(rope_append), _fake_into),
+        "latent_append": (_of(latent_append), _fake_into),
         "index_append": (_of(index_append), _fake_into),
         "absorb_gemm": (_absorb_gemm, _fake_absorb_gemm),
         "absorb_gemm_into": (_absorb_gemm_into, _fake_into),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 
@@ -17,6 +19,8 @@ GENERATES: Mapping[str, tuple[str, ...]] = {
     "cutile-dsl": ("cuda-tile", "nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm"),
     "triton": ("triton",),
 }
+#: The package whose version says whether a language's kernels compile, and the oldest one with which they do.
+OLDEST: Mapping[str, tuple[str, str]] = {"cute-dsl": ("nvidia-cutlass-dsl", "4.8.0")}
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
@@ -31,3 +35,19 @@ def installed(names: Iterable[str]) -> dict[str, str]:
 def toolchain(language: str) -> dict[str, str]:
     """Versions of what generates a language's code here."""
     return installed(GENERATES.get(language, ()))
+
+
+@functools.cache
+def too_old(language: str) -> str | None:
+    """What is installed for a language that its kernels do not compile with: "PACKAGE VERSION or later, and .. is
+    installed"; None where nothing is."""
+    package, least = OLDEST.get(language, ("", ""))
+    found = installed([package]).get(package) if package else None
+    if found is None or _number(found) >= _number(least):
+        return None
+    return f"{package} {least} or later, and {found} is installed"
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """Of "4.8.1" (4, 8, 1)."""
+    return tuple(int(digits) for digits in re.findall(r"\d+", version.partition("+")[0])[:3])

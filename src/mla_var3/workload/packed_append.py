@@ -1,18 +1,22 @@
 """RoPE of new tokens' queries and keys, and their way into a packed latent cache: `rope`, with bytes for a cache.
 
     q (tokens, h, columns), p = 64 rope columns last    latent (tokens, k), normalised    rope (tokens, p)
-    positions (tokens,)    slots (tokens,)    table (positions, p) float32    [scale (1,) float32: of layout flat]
+    positions (tokens,)    slots (tokens,)    table (positions, p) float32    [scale (1,) float32: of flat layouts]
     →   out (tokens, h, k + p)      as in `rope`
         codes, scales, plain        of token i in row slots[i] % page of page slots[i] // page of the cache
 
 The cache's row is what `packed_cache.pack` makes of the row that `rope` writes in bf16: the latent, and the rope
-columns, rotated and rounded to bf16. k is 512, and 448 where keys have 512 columns. Layouts are those of
-`mla_var3.packed_cache` but bf16, which is `rope`'s.
+columns, rotated and rounded to bf16. k is 512, and 448 where keys have 512 columns with rope columns among them.
+Layouts are those of `mla_var3.packed_cache` but bf16, which is `rope`'s.
+
+In layouts without rope columns nothing is turned. Inputs are latent (tokens, 512), whose rows may lie apart, slots, and
+in flat_no_rope scale; h, p, columns and positions are 0, and out and plain have no elements.
 
 The outputs beside out are views of a cache (`views`), each (pages, page, its columns):
 
     codes     uint8: the bits of e4m3, or of two e2m1, of the latent
-    scales    int32, the bits of float32, in v32; uint8, ue8m0 or e4m3, elsewhere; no columns in flat
+    scales    int32, the bits of float32, in v32 and v32_no_rope; uint8, ue8m0 or e4m3, elsewhere; no columns in the
+              flat layouts
     plain     bf16: the rope columns; in layouts without bf16 uint8, codes as of the latent
 
 Codes and scales are exact to the bit. Columns in bf16 are judged as in `rope`, against what they are before they are
@@ -24,8 +28,8 @@ Distributions of inputs are those of `rope`. The table of layouts without bf16 h
 in any precision: elsewhere a column that float32 rounds to the other side could get another code. Two are new:
 
     tiny       2^-7 · N(0, 1): latents below the smallest scale
-    odd        NaN and infinities among latents, of layouts without bf16 among rope columns too: all the columns of a
-               scale, some of them, and none
+    odd        NaN and infinities among latents, of layouts whose rope columns are codes among these too: all the
+               columns of a scale, some of them, and none
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ if TYPE_CHECKING:
 CHANGED = ("tiny", "odd")
 DISTRIBUTIONS = (*rope.DISTRIBUTIONS, *CHANGED)
 ROPE = 64  # columns
-#: The one scale of layout flat, for values up to 3: larger ones are cut.
+#: The one scale of flat layouts, for values up to 3: larger ones are cut.
 _LARGEST = 3.0
 
 
@@ -73,7 +77,7 @@ class PackedAppendClass:
 @dataclass(frozen=True)
 class PackedAppendProblem(RopeProblem):
     """As `RopeProblem`. layout: of the cache. powers: whether its scales are powers of two. k follows from the layout,
-    p is 64, dtype bf16."""
+    p is 64, dtype bf16. Without rope columns h, p, columns and positions are 0, and rest is between rows of latent."""
 
     workload: ClassVar[str] = "packed_append"
 
@@ -85,24 +89,46 @@ class PackedAppendProblem(RopeProblem):
             raise UserError(f"problem.layout = {self.layout!r} is unknown: {nearest(str(self.layout), LAYOUTS)}.")
         if self.layout == "bf16":
             raise UserError("problem.layout = 'bf16' has no codes: workload rope appends to such a cache.")
-        if self.layout in NO_ROPE:
-            raise UserError(
-                f"problem.layout = {self.layout!r} has no rope columns, which are turned here: write such a cache with "
-                "mla_var3.packed_cache.pack."
-            )
-        latent = self.cache.columns - ROPE
+        latent = latent_columns(self.cache)
         if self.k not in (latent, type(self).k):
             raise UserError(f"problem.k = {self.k}: tokens of layout {self.layout} have {latent} latent columns.")
         object.__setattr__(self, "k", latent)
-        if self.p != ROPE:
+        if self.no_rope:
+            self._turn_nothing()
+        elif self.p != ROPE:
             raise UserError(f"problem.p = {self.p}: tokens of layout {self.layout} have {ROPE} rope columns.")
         if self.dtype != "bf16":
-            raise UserError(f"problem.dtype = {self.dtype!r} is not taken: rope columns of packed caches are bf16.")
+            raise UserError(f"problem.dtype = {self.dtype!r} is not taken: what is packed into a cache is bf16.")
         if not isinstance(self.powers, bool):
             raise UserError(f"problem.powers = {self.powers!r} is not a boolean: use true or false.")
-        if not self.powers and self.layout != "v32":
-            raise UserError(f"problem.powers = false is for layout v32: scales of {self.layout} are not chosen here.")
-        super().__post_init__()
+        if not self.powers and self.cache.scale_bytes != 4:
+            raise UserError(
+                f"problem.powers = false is for layouts v32 and v32_no_rope: scales of {self.layout} are of one kind."
+            )
+        if self.no_rope:
+            self.least_turned()  # judges the other fields
+        else:
+            super().__post_init__()
+
+    def _turn_nothing(self) -> None:
+        """Sets the fields of what is turned to 0."""
+        for name in ("h", "p", "columns", "positions"):
+            value = getattr(self, name)
+            if value not in (0, getattr(type(self), name)):
+                raise UserError(
+                    f"problem.{name} = {value!r}: tokens of layout {self.layout} have no rope columns, so that nothing "
+                    "is turned; leave it out."
+                )
+            object.__setattr__(self, name, 0)
+        if self.interleaved is not True:
+            raise UserError(f"problem.interleaved is for rope columns: tokens of layout {self.layout} have none.")
+
+    def least_turned(self) -> RopeProblem:
+        """A problem of `rope` with as many tokens, the same latents and slots, and the least that can be turned."""
+        return RopeProblem(
+            tokens=self.tokens, h=1, k=self.k, p=2, columns=2, rest=self.rest, page=self.page, positions=1,
+            index=self.index,
+        )  # fmt: skip
 
     @property
     def cache(self) -> Layout:
@@ -114,8 +140,13 @@ class PackedAppendProblem(RopeProblem):
         return self.layout in V41
 
     @property
+    def no_rope(self) -> bool:
+        """Whether tokens of the cache have no rope columns."""
+        return self.layout in NO_ROPE
+
+    @property
     def label(self) -> str:
-        return f"{self.layout}_{super().label}"
+        return f"{self.layout}_n{self.tokens}" if self.no_rope else f"{self.layout}_{super().label}"
 
     def problem_class(self) -> PackedAppendClass:  # type: ignore[override]
         return PackedAppendClass(
@@ -123,8 +154,12 @@ class PackedAppendProblem(RopeProblem):
         )  # fmt: skip
 
     def cost(self) -> Cost:
-        """As in `rope`, with a packed token's bytes written."""
+        """As in `rope`, with a packed token's bytes written. Without rope columns a latent column costs 2 FLOPs: its
+        magnitude is compared, and it is scaled."""
         token = self.cache.token_bytes - self.cache.padding
+        if self.no_rope:
+            read = self.tokens * (self.k * self.element_bytes + INDICES[self.index])
+            return Cost(2 * self.tokens * self.k, read + self.tokens * token, written=self.tokens * token)
         read = self.tokens * (self.h * self.p + self.width) * self.element_bytes
         written = self.tokens * (self.h * self.p * self.element_bytes + token)
         tables = min(self.tokens, self.positions) * self.p * 4 + self.tokens * 2 * INDICES[self.index]
@@ -135,15 +170,24 @@ class PackedAppendProblem(RopeProblem):
         return self.tokens * self.h * self.width * self.element_bytes + self.pages * self.cache.page_bytes(self.page)
 
 
+def latent_columns(layout: Layout) -> int:
+    """Columns of a token's latent: all that are not rope columns."""
+    return layout.columns - (0 if layout.name in NO_ROPE else ROPE)
+
+
 # ---------------------------------------------------------------- inputs and outputs
 def make_inputs(
     problem: PackedAppendProblem, device: Any = "cpu", *, seed: int = 0, dist: str = "normal", **options: Any
 ) -> tuple[Any, ...]:
-    """Random (q, latent, rope, positions, slots, table), and the scale of layout flat. Options as of `rope`."""
+    """Random (q, latent, rope, positions, slots, table), or (latent, slots) without rope columns, and the scale of flat
+    layouts. Options as of `rope`."""
     import torch
 
     if dist not in DISTRIBUTIONS:
         raise UserError(f"packed_append input distribution {dist!r} is unknown: {nearest(dist, DISTRIBUTIONS)}.")
+    if problem.no_rope:
+        made = _latents(problem, device, seed, dist, **options)
+        return (*made, _one_scale(dist, device)) if problem.cache.one_scale else made
     made = rope.make_inputs(problem, device, seed=seed, dist="normal" if dist in CHANGED else dist, **options)
     if dist == "tiny":
         for x in made[1:3]:
@@ -158,8 +202,32 @@ def make_inputs(
     table = torch.cat([turns[quarters % 4], turns[(quarters + 3) % 4]], dim=1)
     if problem.layout != "flat":
         return *made[:5], table
+    return *made[:5], table, _one_scale(dist, device)
+
+
+def _latents(
+    problem: PackedAppendProblem, device: Any, seed: int, dist: str, *, poison: bool = True, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(latent, slots), of which latent has `rest` columns of nobody behind each row."""
+    import torch
+
+    plain = "normal" if dist in CHANGED else dist
+    _, drawn, _, _, slots, _ = rope.make_inputs(problem.least_turned(), device, seed=seed, dist=plain)
+    fill = math.nan if poison else 0.0
+    room = torch.full((problem.tokens, problem.k + problem.rest), fill, dtype=drawn.dtype, device=device)
+    latent = room[:, : problem.k].copy_(drawn)
+    if dist == "tiny":
+        latent.mul_(2.0**-7)
+    elif dist == "odd":
+        _spoil(latent)
+    return latent, slots
+
+
+def _one_scale(dist: str, device: Any) -> torch.Tensor:
+    import torch
+
     largest = _LARGEST * {"huge": rope.HUGE, "tiny": 2.0**-7}.get(dist, 1.0)
-    return *made[:5], table, torch.full((1,), largest / E4M3_MAX, device=device)
+    return torch.full((1,), largest / E4M3_MAX, device=device)
 
 
 def _spoil(x: torch.Tensor) -> None:
@@ -186,18 +254,18 @@ def views(layout: Layout, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     scales = scales.view(torch.int32) if scales.dtype == torch.float32 else scales
     if there.plain is not None:
         return there.codes, scales, there.plain
-    latent = (layout.columns - ROPE) * layout.bits // 8
+    latent = latent_columns(layout) * layout.bits // 8
     return there.codes[..., :latent], scales, there.codes[..., latent:]
 
 
 def new_outputs(
-    problem: PackedAppendProblem, q: torch.Tensor, pages: int | None = None
+    problem: PackedAppendProblem, first: torch.Tensor, pages: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(out, codes, scales, plain), uninitialised, the last three of one cache. pages: of it; default: those that
-    `make_inputs` fills."""
-    pages = problem.replace(tokens=q.shape[0]).pages if pages is None else pages
-    out = q.new_empty((q.shape[0], problem.h, problem.width))
-    return out, *views(problem.cache, new_cache(problem.cache, pages, problem.page, q.device))
+    """(out, codes, scales, plain), uninitialised, the last three of one cache. first: of the inputs. pages: of the
+    cache; default: those that `make_inputs` fills."""
+    pages = problem.replace(tokens=first.shape[0]).pages if pages is None else pages
+    out = first.new_empty((first.shape[0], problem.h, problem.width))
+    return out, *views(problem.cache, new_cache(problem.cache, pages, problem.page, first.device))
 
 
 def reference(problem: PackedAppendProblem, *inputs: Any, pages: int | None = None) -> tuple[Any, ...]:
@@ -207,17 +275,21 @@ def reference(problem: PackedAppendProblem, *inputs: Any, pages: int | None = No
 
 def appended(problem: PackedAppendProblem, *inputs: Any, held: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """What (out, codes, scales, plain), which hold `held`, are after a call, in float64; out and plain unrounded."""
-    slots, scale = inputs[4], inputs[6] if problem.layout == "flat" else None
     # Each token a page of its own, whose rows are in their order.
-    single = problem.replace(page=1)
-    alone = (*inputs[:4], slots.new_tensor(range(len(slots))), inputs[5])
-    out, rows = rope.appended(single, *alone, held=(held[0], rope.new_outputs(single, inputs[0])[1]))
-    packed = pack(problem.cache, rows[: len(slots)].to(problem.torch_dtype), scale=scale, powers=problem.powers)
+    if problem.no_rope:
+        slots, out, rows = inputs[1], held[0].double(), inputs[0].unsqueeze(1)
+    else:
+        slots, single = inputs[4], problem.replace(page=1)
+        alone = (*inputs[:4], slots.new_tensor(range(len(slots))), inputs[5])
+        out, rows = rope.appended(single, *alone, held=(held[0], rope.new_outputs(single, inputs[0])[1]))
+        rows = rows[: len(slots)]
+    scale = inputs[-1] if problem.cache.one_scale else None
+    packed = pack(problem.cache, rows.to(problem.torch_dtype), scale=scale, powers=problem.powers)
     there = rope.written(slots, held[1].shape[0] * problem.page)
     at = (slots[there].long() // problem.page, slots[there].long() % problem.page)
     codes, scales, plain = views(problem.cache, packed)
     if problem.cache.plain:
-        plain = rows[: len(slots), :, problem.k :]
+        plain = rows[:, :, problem.k :]
     found = []
     for values, before in zip((codes, scales, plain), held[1:], strict=True):
         after = before.double()
@@ -240,32 +312,60 @@ CASES = {
     **rope.CASES,
     "tiny": "latents below the smallest scale",
     "odd": "NaN and infinities among latents, which must not change what is beside them",
-    "scales": "scales that are no powers of two (of v32), planned anew",
+    "scales": "scales that are no powers of two (of v32 and v32_no_rope), planned anew",
+    "narrow": "32-bit slots, and rows of latent beside each other (of layouts without rope columns), planned anew",
 }
 
 
 def _cases(problem: PackedAppendProblem, on_gpu: bool) -> Iterator[Case]:
     uneven = problem
-    for case in rope.WORKLOAD.cases(problem, on_gpu):
+    for case in _without_rope(problem, on_gpu) if problem.no_rope else rope.WORKLOAD.cases(problem, on_gpu):
         uneven = case.problem if case.name == "uneven" else uneven
         yield case
     for dist in CHANGED:
         yield Case(dist, uneven, dist)
-    if problem.layout == "v32":
+    if problem.cache.scale_bytes == 4:
         yield Case("scales", uneven.replace(powers=not problem.powers), "normal", planned=True)
 
 
+def _without_rope(problem: PackedAppendProblem, on_gpu: bool) -> Iterator[Case]:
+    """The cases of `rope`, but those of what is turned."""
+    own = problem if on_gpu else rope.small(problem)
+    uneven = own.replace(tokens=131 if on_gpu else 5)
+    yield Case("own", own, "normal", planned=True)
+    yield Case("one_token", own.replace(tokens=1), "normal")
+    yield Case("uneven", uneven, "normal")
+    for dist in ("huge", "skipped", "none", "beyond"):
+        yield Case(dist, uneven, dist)
+    yield Case("apart", uneven.replace(rest=problem.rest + 64), "normal")
+    yield Case("in_place", uneven, "normal", then=uneven)
+    yield Case("planned_few", own.replace(tokens=3), "normal", planned=True)
+    yield Case("planned_many", own.replace(tokens=70_003), "skipped", planned=True, gpu=True)
+    yield Case("narrow", uneven.replace(index="int32", rest=0), "beyond", planned=True)
+
+
 def rebound(problem: PackedAppendProblem, *inputs: Any) -> PackedAppendProblem:
-    """As of `rope`, with the scale of layout flat."""
-    if problem.layout == "flat":
-        check_bound("scale", inputs[6], (1,), "fp32")
-    found: PackedAppendProblem = rope.WORKLOAD.rebound(problem, *inputs[:6])
-    return found
+    """As of `rope`, with the scale of flat layouts."""
+    if problem.cache.one_scale:
+        check_bound("scale", inputs[-1], (1,), "fp32")
+    if not problem.no_rope:
+        found: PackedAppendProblem = rope.WORKLOAD.rebound(problem, *inputs[:6])
+        return found
+    latent, slots = inputs[:2]
+    n = latent.shape[0]
+    check_bound("latent", latent, (n, problem.k), problem.dtype)
+    check_bound("slots", slots, (n,), problem.index)
+    if latent.stride(1) != 1:
+        raise UserError(f"cannot bind: latent has strides {tuple(latent.stride())}; its columns must lie together.")
+    return problem.replace(tokens=n, rest=latent.stride(0) - problem.k if n > 1 else problem.rest)
 
 
 def sample(small: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields where nothing else is asked for. small: that a CPU runs in seconds."""
-    return rope.WORKLOAD.sample(small, given)
+    found = rope.WORKLOAD.sample(small, given)
+    if given.get("layout") in NO_ROPE:
+        return {name: value for name, value in found.items() if name == "tokens"}
+    return found
 
 
 WORKLOAD = Workload(

@@ -12,6 +12,9 @@ RULES = (
         archs=HOPPER,
     ),
     Rule("cute-dsl/sparse_mla", "it takes bf16 caches, which have no codes", archs=HOPPER),
+    Rule(
+        "cute-dsl/sparse_mla_mma", "it has run on no GPU, and takes nothing on Hopper that others do not", archs=HOPPER
+    ),
     Rule("triton/sparse_mla", "it takes GPUs that no version in CuTe DSL is written for"),
     Rule("cutile-dsl/sparse_mla", "the last resort"),
 )

@@ -33,9 +33,24 @@ class MlaVar3SparseBackend(DeepseekSparseAttnBackend):
         say("sglang.mla_var3", "dsa with flashmla_kv", layer.tp_q_head_num, "of 656 bytes a token")
         rows = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
         pages = kv_cache.view(torch.uint8).view(-1, self.physical_page_size, self.kv_cache_dim)
-        out = sparse_mla_decode(rows, pages, page_table_1.unsqueeze(1), layout="v32", scale=sm_scale)
+        out = sparse_mla_decode(
+            rows, pages, page_table_1.unsqueeze(1), topk_lens=topk_lens(self, metadata, len(rows)), layout="v32",
+            scale=sm_scale,
+        )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out
+
+
+def topk_lens(backend: Any, metadata: Any, rows: int) -> torch.Tensor | None:
+    """How many slots of each query token count, which SGLang computes once a step and gives its own sparse kernels too;
+    None where it has no number for each, or where the slots that count need not come first: chosen by FlashInfer's
+    top-k without a page table, in pools of tokens, or from a cache of which a part is on the host."""
+    lens = metadata.dsa_cache_seqlens_int32
+    unordered = backend.dsa_topk_backend.is_flashinfer() and not backend.use_fused_topk
+    if len(lens) != rows or unordered or backend.dsa_index_kpool > 1 or backend.hisparse_coordinator is not None:
+        return None
+    assert isinstance(lens, torch.Tensor)
+    return lens
 
 
 def why_not(backend: Any) -> str | None:

@@ -23,8 +23,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from mla_var3.catalogue import registry
-from mla_var3.engines.told import say
+from mla_var3.engines.told import missing, say
 from mla_var3.engines.vllm.releases import keeps_counts
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.sparse import packed_mla_decode
@@ -72,7 +71,7 @@ class MlaVar3Backend(MLACommonBackend):
     ) -> str | None:  # fmt: skip
         if kv_cache_dtype in FP8 and (head_size != 576 or dtype != torch.bfloat16):
             return f"MLA_VAR3 reads FP8 caches of 576 columns with queries in bfloat16, not {head_size} and {dtype}"
-        return registry.missing("cute-dsl")
+        return missing("vllm.mla_var3", "MLA_VAR3")
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from mla_var3.catalogue import registry
+from mla_var3.engines.told import missing
 from mla_var3.engines.vllm.releases import of_context
 from mla_var3.ops.prefill import mla_prefill
 
@@ -28,7 +28,7 @@ class MlaVar3PrefillBackend(MLAPrefillBackend):
 
     @classmethod
     def is_available(cls) -> bool:
-        return registry.missing("cute-dsl") is None
+        return missing("vllm.mla_var3", "the prefill backend MLA_VAR3") is None
 
     def supports_out(self) -> bool:
         return True

@@ -20,7 +20,8 @@ class Release:
     """names: whether its registries take new names. sparse_impl: path of what implementations of sparse attention are
     derived from. sparse_init: whether that has a constructor. pieces: whether a piece of the context of chunks knows
     its offsets, or is a number. trims: whether the second model runner may change on the device how many query tokens
-    a request has."""
+    a request has. counts: whether the kernel that makes slots of the chosen tokens also counts them and puts them in
+    front of each row, without a kernel more."""
 
     version: str
     names: bool
@@ -28,12 +29,13 @@ class Release:
     sparse_init: bool
     pieces: bool
     trims: bool
+    counts: bool
 
 
 SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention.SparseMLACommonImpl"
 RELEASES = (
-    Release("0.25.1", False, "vllm.v1.attention.backend.SparseMLAAttentionImpl", False, False, False),
-    Release("0.33.0", True, SPARSE, True, True, True),
+    Release("0.25.1", False, "vllm.v1.attention.backend.SparseMLAAttentionImpl", False, False, False, False),
+    Release("0.33.0", True, SPARSE, True, True, True, True),
 )
 
 

@@ -18,6 +18,9 @@ divide, rounded once. In the layouts of V4.1 rope columns, rounded to bf16, beco
 scales of their own; in FP4 codes are e2m1, with scales that are e4m3, NaN where one of their columns is not finite.
 sm_90 has no conversion to e2m1: it is made of roundings to whole numbers (`e2m1_codes`).
 
+Caches without rope columns have a kernel of their own, `latent_append`. Its items are those of keys, which wait for no
+row of the table, and their latents are quantised as in the layouts v32 and flat.
+
 Runs on sm_90a. The base version: rope_append with bytes for a row of the cache.
 """
 
@@ -38,7 +41,7 @@ from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, LANES, ROPE, load_turns, turn, turn_queries
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
-from mla_var3.packed_cache import E2M1_MAX, E2M1_SCALE_MIN, E4M3_MAX, E4M3_NAN, SCALE_MIN, layout_of
+from mla_var3.packed_cache import E2M1_MAX, E2M1_SCALE_MIN, E4M3_MAX, E4M3_NAN, SCALE_MIN, V41, layout_of
 from mla_var3.runtime import CuteKernel, KernelPlan, Tiling, Verdict, limits
 from mla_var3.workload import packed_append as append
 
@@ -70,7 +73,7 @@ class Geometry:
     @property
     def latent(self) -> int:
         """Columns."""
-        return layout_of(self.layout).columns - ROPE
+        return append.latent_columns(layout_of(self.layout))
 
     @property
     def lanes(self) -> int:
@@ -80,8 +83,7 @@ class Geometry:
     @property
     def rope_scales(self) -> int:
         """Scales in front of those of rope columns; 0 where these have none."""
-        cache = layout_of(self.layout)
-        return 0 if cache.plain or not cache.tile else self.latent // cache.tile
+        return self.latent // layout_of(self.layout).tile if self.layout in V41 else 0
 
     @property
     def fp4(self) -> bool:
@@ -117,6 +119,8 @@ class PackedAppendTiling(Tiling):
             return Verdict.no(f"heads = {self.heads} must be 1 to {MOST_HEADS}")
         if not 1 <= self.warps <= 32:
             return Verdict.no(f"warps = {self.warps} must be 1 to 32")
+        if pd.no_rope:
+            return limits.offsets(pd.tokens, f"latent has {pd.tokens:,} tokens")
         items = pd.tokens * (self.geometry(pd).chunks + 1)
         return limits.offsets(items, f"the work of {pd.tokens:,} tokens of q with {pd.h:,} heads")
 
@@ -255,11 +259,11 @@ def store_codes(codes: cute.Tensor, target: cute.Pointer):
 
 
 class Cache(NamedTuple):
-    """The parts of a packed cache, in global memory."""
+    """The parts of a packed cache, in global memory. plain: None where there are no rope columns."""
 
     codes: cute.Tensor  # (pages, page, bytes of the latent's codes) uint8, rows at multiples of 8 bytes
-    scales: cute.Tensor  # (pages, page, scales) int32 or uint8; (1,) float32 of layout flat
-    plain: cute.Tensor  # (pages, page, ROPE) bf16, or codes in uint8, rows at multiples of 8 elements
+    scales: cute.Tensor  # (pages, page, scales) int32 or uint8; (1,) float32 of flat layouts
+    plain: Any  # (pages, page, ROPE) bf16, or codes in uint8, rows at multiples of 8 elements
 
 
 @cute.jit
@@ -344,8 +348,9 @@ def append_key(
 
 
 @cute.jit
-def append_split(held: cute.Tensor, end: cute.Tensor, cache: Cache, slot: Any, lane: Int32, shape: cutlass.Constexpr):
-    """Quantises and stores a key whose rope columns have no scale of their own. held, end: as of `append_v41`."""
+def append_split(held: cute.Tensor, end: Any, cache: Cache, slot: Any, lane: Int32, shape: cutlass.Constexpr):
+    """Quantises and stores a key whose rope columns have no scale of their own. held, end: as of `append_v41`; end is
+    None where there are no rope columns."""
     codes, scales, plain = cache
     count, column = cutlass.const_expr(-(-shape.latent // STEP)), cute.assume(lane * VECTOR, divby=VECTOR)
     # Shuffles, so all lanes take part, whether the key is stored or not.
@@ -371,12 +376,13 @@ def append_split(held: cute.Tensor, end: cute.Tensor, cache: Cache, slot: Any, l
                         if cutlass.const_expr(scales.element_type is Uint8):
                             bits = bits >> 23
                         cute.make_tensor(to_scale, cute.make_layout(1))[0] = bits.to(scales.element_type)
-        if lane < LANES:
-            to_plain = row_of(plain, slot, VECTOR, shape) + column
-            if cutlass.const_expr(shape.lanes == 0):
-                store_codes(e4m3_codes(end, shared[0], False), to_plain)
-            else:
-                store_vector(end, to_plain)
+        if cutlass.const_expr(plain is not None):
+            if lane < LANES:
+                to_plain = row_of(plain, slot, VECTOR, shape) + column
+                if cutlass.const_expr(shape.lanes == 0):
+                    store_codes(e4m3_codes(end, shared[0], False), to_plain)
+                else:
+                    store_vector(end, to_plain)
 
 
 @cute.kernel
@@ -408,6 +414,34 @@ def packed_append(
 packed_append.set_name_prefix("packed_append", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
+@cute.kernel
+def latent_append(
+    latent: cute.Tensor,  # (n, latent), global memory, rows apart by multiples of 8 elements
+    slots: cute.Tensor,  # (n,) int32 or int64; outside of the cache: not written
+    codes: cute.Tensor,  # as in `Cache`
+    scales: cute.Tensor,
+    shape: cutlass.Constexpr,  # Geometry
+):
+    """Of caches without rope columns: a warp has a token."""
+    thread, _, _ = cute.arch.thread_idx()
+    block, _, _ = cute.arch.block_idx()
+    cute.arch.griddepcontrol_launch_dependents()
+    warp, lane = cute.arch.make_warp_uniform(thread // WARP), thread % WARP
+    token = block * shape.warps + warp
+    if token < latent.shape[0]:
+        count = cutlass.const_expr(shape.latent // STEP)
+        column = cute.assume(lane * VECTOR, divby=VECTOR)
+        row = latent.iterator + cute.assume(Int64(token) * latent.stride[0], divby=VECTOR) + column
+        wait_for_launch(row.toint())
+        slot, held = slots[token], vectors(latent.element_type, count)
+        for i in cutlass.range_constexpr(count):
+            load_vector(held[None, i], row + i * STEP)
+        append_split(held, None, Cache(codes, scales, None), slot, lane, shape)
+
+
+latent_append.set_name_prefix("latent_append", remove_cutlass_symbol=True, keep_mangled_name=False)
+
+
 # ------------------------------------------------------------------------------------------------ host
 @cute.jit
 def launch_packed_append(
@@ -434,6 +468,24 @@ def launch_packed_append(
     )
 
 
+@cute.jit
+def launch_latent_append(
+    latent: cute.Tensor,
+    slots: cute.Tensor,
+    codes: cute.Tensor,
+    scales: cute.Tensor,
+    geometry: cutlass.Constexpr,
+    stream: CUstream,
+):
+    """Launches a warp for every token, as a programmatic dependent."""
+    latent_append(latent, slots, codes, scales, geometry).launch(
+        grid=((latent.shape[0] + geometry.warps - 1) // geometry.warps, 1, 1),
+        block=(geometry.warps * WARP, 1, 1),
+        stream=stream,
+        use_pdl=True,
+    )
+
+
 def takes(pd: PackedAppendProblem) -> Verdict:
     for name, value in (("columns", pd.columns), ("rest", pd.rest)):
         if value % VECTOR:
@@ -447,7 +499,7 @@ class PackedAppendPlan(KernelPlan):
 
     workload = append.WORKLOAD
     tiling_type = PackedAppendTiling
-    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes, options=("v41",))
+    requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes, options=("v41", "no_rope"))
 
     def default_tiling(self) -> PackedAppendTiling:
         # As in rope_append: as many warps as there can be, or many heads, of which four have one row of the table.
@@ -457,7 +509,7 @@ class PackedAppendPlan(KernelPlan):
         return PackedAppendTiling(1, 4 if heads <= FEW else 8)
 
     def autotune_configs(self) -> list[Tiling]:
-        most = -(-self.problem.h // AT_A_TIME)
+        most = max(1, -(-self.problem.h // AT_A_TIME))
         return [PackedAppendTiling(heads, warps) for heads in (1, 2, 4, 8) if heads <= most for warps in (1, 2, 4, 8)]
 
     def plan(self, *inputs: Any) -> CuteKernel:
@@ -468,17 +520,22 @@ class PackedAppendPlan(KernelPlan):
         be q, and codes, scales and plain columns of a cache (`workload.packed_append.views`), whose pages may lie
         apart. Raises `UserError` where vectors do not fit."""
         self.require()
-        q, latent, rope_ = inputs[:3]
         out, codes, scales, plain = outputs
-        for name, tensor in {"q": q, "latent": latent, "rope": rope_, "out": out, "the cache": codes}.items():
+        if self.problem.no_rope:
+            named = {"latent": inputs[0], "the cache": codes}
+        else:
+            named = dict(zip(("q", "latent", "rope"), inputs[:3], strict=True)) | {"out": out, "the cache": codes}
+        for name, tensor in named.items():
             steps = tensor.stride()[:1] if tensor is codes else tensor.stride()[:-1]
             if tensor.data_ptr() % 16 or any(step * tensor.element_size() % 16 for step in steps):
                 raise UserError(
                     f"{name} starts at {tensor.data_ptr():#x} with strides {tuple(tensor.stride())}: its rows, and "
                     "pages of a cache, must begin at multiples of 16 bytes."
                 )
-        into = (codes, inputs[6] if self.problem.layout == "flat" else scales, plain)
-        return self._make((*inputs[:6], out, *into), inputs, outputs)
+        shared = inputs[-1] if self.problem.cache.one_scale else scales
+        if self.problem.no_rope:
+            return self._make((*inputs[:2], codes, shared), inputs, outputs)
+        return self._make((*inputs[:6], out, codes, shared, plain), inputs, outputs)
 
     def plan_empty(self) -> CuteKernel:
         self.require()
@@ -493,39 +550,53 @@ class PackedAppendPlan(KernelPlan):
             outer = tuple(cute.sym_int64(divisibility=VECTOR) for _ in sizes[1:])
             return make_fake_tensor(kind, sizes, (*outer, 1), assumed_align=16)
 
+        def indices(n: Any) -> Any:
+            return host.fake(index, n, align=4 if pd.index == "int32" else 8)
+
         def part(element: Any, pages: Any, width: int, row: int, apart: int) -> Any:
             """row: elements from one token to the next. apart: what the distance of pages is a multiple of."""
             strides = (cute.sym_int64(divisibility=apart), row, 1)
             return make_fake_tensor(element, (pages, pd.page, width), strides, assumed_align=16 if apart > 1 else 1)
 
-        def arguments() -> tuple[Any, ...]:
-            n, rows, pages = host.symbols(3)
-            into = cute.sym_int32(divisibility=VECTOR)
-            layout, latent = pd.cache, geometry.latent
+        def cached(pages: Any) -> tuple[Any, Any, Any]:
+            layout = pd.cache
             row = layout.code_bytes + 2 * layout.plain if layout.planar else layout.token_bytes
-            if layout.plain:
-                plain = part(kind, pages, ROPE, row // 2, VECTOR)
-            else:
-                plain = part(Uint8, pages, ROPE * layout.bits // 8, row, 16)
-            if pd.layout == "flat":
+            codes = part(Uint8, pages, geometry.latent * layout.bits // 8, row, 16)
+            if layout.one_scale:
                 scales = host.fake(Float32, 1, align=4)
-            elif pd.layout == "v32":
+            elif layout.scale_bytes == 4:
                 scales = part(Int32, pages, layout.scales, row // 4, 4)
             else:
                 apart = layout.scales + layout.padding if layout.planar else row
                 scales = part(Uint8, pages, layout.scales, apart, 1)
+            if pd.no_rope:
+                return codes, scales, None
+            if layout.plain:
+                return codes, scales, part(kind, pages, ROPE, row // 2, VECTOR)
+            return codes, scales, part(Uint8, pages, ROPE * layout.bits // 8, row, 16)
+
+        def arguments() -> tuple[Any, ...]:
+            n, rows, pages = host.symbols(3)
+            codes, scales, plain = cached(pages)
+            if pd.no_rope:
+                return strided(n, pd.k), indices(n), codes, scales, geometry
+            into = cute.sym_int32(divisibility=VECTOR)
             return (
                 strided(n, pd.h, pd.columns),
                 strided(n, pd.k),
                 strided(n, pd.p),
-                host.fake(index, n, align=4 if pd.index == "int32" else 8),
-                host.fake(index, n, align=4 if pd.index == "int32" else 8),
+                indices(n),
+                indices(n),
                 host.fake(Float32, rows, pd.p),
                 strided(n, pd.h, into),
-                part(Uint8, pages, latent * layout.bits // 8, row, 16),
+                codes,
                 scales,
                 plain,
                 geometry,
             )
 
-        return host.stage(self, packed_append, launch_packed_append, "packed_append", arguments, given, inputs, outputs)
+        if pd.no_rope:
+            functions = (latent_append, launch_latent_append, "latent_append")
+        else:
+            functions = (packed_append, launch_packed_append, "packed_append")
+        return host.stage(self, *functions, arguments, given, inputs, outputs)

@@ -35,7 +35,7 @@ class PackedAppendPlan(KernelPlan):
 
     workload = packed_append.WORKLOAD
     tiling_type = PackedAppendTiling
-    requires = Requirement(archs=(), dtypes=("bf16",), options=("v41",))
+    requires = Requirement(archs=(), dtypes=("bf16",), options=("v41", "no_rope"))
     graph_capturable = False
 
     def default_tiling(self) -> PackedAppendTiling:

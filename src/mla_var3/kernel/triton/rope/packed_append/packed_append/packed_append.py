@@ -9,8 +9,8 @@ A program has one token and either `heads` of its query heads, or, first, its ke
 In layout v41_fp4 codes are e2m1, two in a byte, and a scale is the largest magnitude / 6, in e4m3. Both kinds of codes
 are made by integer arithmetic, so any device and Triton's interpreter give the same bits; NaN and infinities become
 e4m3's NaN, of the column or, where that is an e2m1, of its scale. A key whose slot is outside of the cache is not
-stored; a position outside of the table turns by NaN. Runs on sm_80 and later. The base version; rotation as in
-rope_append.
+stored; a position outside of the table turns by NaN. Caches without rope columns have a kernel of their own,
+`latent_append`, a program of which has a latent. Runs on sm_80 and later. The base version; rotation as in rope_append.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class PackedAppendTiling(Tiling):
             return Verdict.no(f"heads = {self.heads} must be a power of two of up to 128")
         if self.num_warps not in (1, 2, 4, 8):
             return Verdict.no(f"num_warps = {self.num_warps} must be 1, 2, 4 or 8")
+        if pd.no_rope:
+            return Verdict.yes()
         return limits.grid(1 + -(-pd.h // self.heads), f"blocks of the {pd.h:,} heads of q")
 
 
@@ -118,6 +120,56 @@ def coded(x, BITS: tl.constexpr, SCALE_MIN: tl.constexpr):
         codes = e2m1(tl.div_rn(x, tl.broadcast_to(scales[:, None], (TILES, TILE))))
         even, uneven = tl.split(tl.reshape(tl.where(odd[:, None], 0, codes), (TILES, TILE // 2, 2)))
         return (even | (uneven << 4)).to(tl.uint8), tl.where(odd, NAN, bits).to(tl.uint8)
+
+
+@triton.jit
+def scales_of(x, POWERS: tl.constexpr, SCALE_MIN: tl.constexpr):
+    """(tiles,) float32, the scales of columns (tiles, columns) of e4m3."""
+    largest = tl.max(tl.where(size_of(x) < INFINITE, tl.abs(x), 0.0), axis=1)
+    scales = tl.maximum(tl.div_rn(largest, tl.full([x.shape[0]], 448.0, tl.float32)), SCALE_MIN)
+    if POWERS:
+        up = scales.to(tl.uint32, bitcast=True) + 0x7FFFFF
+        scales = ((up >> 23) << 23).to(tl.float32, bitcast=True)
+    return scales
+
+
+@triton.jit(do_not_specialize=["cache_rows"])
+def latent_append(
+    Latent,  # (n, K), rows `apart` elements apart, global
+    Slots,  # (n,)
+    Scale,  # (1,) float32 of layout flat_no_rope, else Scales
+    Codes,  # uint8, of row r of page g at g * code_page + r * CODE_ROW
+    Scales,  # int32, likewise
+    apart,  # a multiple of 16 where vectors are to be loaded
+    code_page,
+    scale_page,
+    cache_rows,
+    PAGE: tl.constexpr,
+    CODE_ROW: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    TILES: tl.constexpr,  # of a latent
+    TILE: tl.constexpr,  # columns that share a scale
+    FLAT: tl.constexpr,
+    POWERS: tl.constexpr,
+    SCALE_MIN: tl.constexpr,
+):
+    """Grid (n,)."""
+    token = tl.cast(tl.program_id(0), tl.int64)
+    slot = tl.cast(tl.load(Slots + token), tl.int64)
+    page, at = slot // PAGE, slot % PAGE
+    tile = tl.arange(0, TILES)
+    column = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    slots = tl.zeros([TILES], tl.int64) + slot
+    written = (slots >= 0) & (slots < cache_rows)
+    latent = tl.load(Latent + token * apart + column).to(tl.float32)
+    if FLAT:
+        scales = tl.zeros([TILES], tl.float32) + tl.load(Scale)
+    else:
+        scales = scales_of(latent, POWERS, SCALE_MIN)
+        to_scales = Scales + page * scale_page + at * SCALE_ROW
+        tl.store(to_scales + tile, scales.to(tl.int32, bitcast=True), mask=written)
+    codes = e4m3(quotient(latent, tl.broadcast_to(scales[:, None], (TILES, TILE))))
+    tl.store(Codes + page * code_page + at * CODE_ROW + column, codes, mask=written[:, None])
 
 
 @triton.jit(do_not_specialize=["table_rows", "cache_rows"])
@@ -200,11 +252,7 @@ def packed_append(
             if FLAT:
                 scales = tl.zeros([TILES], tl.float32) + scale
             else:
-                largest = tl.max(tl.where(size_of(latent) < INFINITE, tl.abs(latent), 0.0), axis=1)
-                scales = tl.maximum(tl.div_rn(largest, tl.full([TILES], 448.0, tl.float32)), SCALE_MIN)
-                if POWERS:
-                    up = scales.to(tl.uint32, bitcast=True) + 0x7FFFFF
-                    scales = ((up >> 23) << 23).to(tl.float32, bitcast=True)
+                scales = scales_of(latent, POWERS, SCALE_MIN)
                 bits = scales.to(tl.int32, bitcast=True)
                 bits = bits if Scales.dtype.element_ty == tl.int32 else (bits >> 23).to(tl.uint8)
                 there = (tile * TILE < K) & written
@@ -231,14 +279,17 @@ class PackedAppendPlan(KernelPlan):
 
     workload = append.WORKLOAD
     tiling_type = PackedAppendTiling
-    requires = Requirement(archs=("sm_80+",), dtypes=("bf16",), options=("v41",))
+    requires = Requirement(archs=("sm_80+",), dtypes=("bf16",), options=("v41", "no_rope"))
 
     def default_tiling(self) -> PackedAppendTiling:
+        if self.problem.no_rope:
+            return PackedAppendTiling(1, 2)
         heads = min(16, 1 << (self.problem.h - 1).bit_length())
         return PackedAppendTiling(heads, 4 if heads >= 16 else 2)
 
     def autotune_configs(self) -> list[Tiling]:
-        return [PackedAppendTiling(heads, warps) for heads in (8, 16, 32, 64) for warps in (1, 2, 4)]
+        some = (1,) if self.problem.no_rope else (8, 16, 32, 64)
+        return [PackedAppendTiling(heads, warps) for heads in some for warps in (1, 2, 4)]
 
     def plan(self, *inputs: torch.Tensor) -> TritonKernel:
         self.workload.rebound(self.problem, *inputs)  # refuses strides that the kernel does not read
@@ -248,6 +299,8 @@ class PackedAppendPlan(KernelPlan):
         return self._make((), ())
 
     def _make(self, inputs: Any, outputs: Any) -> TritonKernel:
+        if self.problem.no_rope:
+            return self._make_latents(inputs, outputs)
         pd = self.problem
         flat, tokens = pd.layout == "flat", len(inputs[0]) if inputs else pd.tokens
         like = append.new_outputs(pd.replace(tokens=1, h=1), torch.empty(1, 1, 1, dtype=pd.torch_dtype))
@@ -282,6 +335,37 @@ class PackedAppendPlan(KernelPlan):
                 "TILE": tile, "FLAT": flat, "POWERS": pd.powers, "V41": pd.v41, "BITS": pd.cache.bits,
                 "SCALE_MIN": SCALE_MIN, "INTERLEAVED": pd.interleaved, "HEADS": t.heads,
                 "INTERPRET": interpreted(packed_append),
+            },
+            options_fn=lambda t: {"num_warps": t.num_warps},
+            signature_fn=lambda _: signature,
+            plan=self,
+        )  # fmt: skip
+
+    def _make_latents(self, inputs: Any, outputs: Any) -> TritonKernel:
+        pd, tokens = self.problem, len(inputs[0]) if inputs else self.problem.tokens
+        flat, row, tile = pd.cache.one_scale, pd.cache.token_bytes, pd.cache.tile or pd.k
+        signature = {
+            "Latent": "*bf16", "Slots": f"*i{pd.index[3:]}", "Scale": "*fp32" if flat else "*i32", "Codes": "*u8",
+            "Scales": "*u8" if flat else "*i32", "apart": "i32" if (pd.k + pd.rest) % 16 else "i32:16",
+            "code_page": "i64", "scale_page": "i64", "cache_rows": "i32",
+        }  # fmt: skip
+
+        def arguments(_: Any) -> tuple[Any, ...]:
+            latent, slots, *scale = inputs
+            _, codes, scales, _ = outputs
+            sizes = (latent.stride(0), codes.stride(0), scales.stride(0), len(codes) * pd.page)
+            return latent, slots, scale[0] if flat else scales, codes, scales, *sizes
+
+        return TritonKernel(
+            latent_append,
+            grid_fn=lambda _: (tokens,),
+            args_fn=arguments,
+            input_tensors=inputs,
+            output_tensors=outputs,
+            tiling=self.tiling,
+            meta_fn=lambda _: {
+                "PAGE": pd.page, "CODE_ROW": row, "SCALE_ROW": row if flat else row // 4, "TILES": pd.k // tile,
+                "TILE": tile, "FLAT": flat, "POWERS": pd.powers, "SCALE_MIN": SCALE_MIN,
             },
             options_fn=lambda t: {"num_warps": t.num_warps},
             signature_fn=lambda _: signature,

@@ -1,0 +1,1 @@
+"""The absorbed form with warp-level products, for every GPU since Ampere."""

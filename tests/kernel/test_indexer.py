@@ -227,7 +227,8 @@ def test_ctas_of_few_rows_are_kept_apart() -> None:
     def most(rows: int, t: int, **knobs: Any) -> int:
         """CTAs of an SM; 0: as many as fit."""
         geometry = tiling_type(**knobs).geometry(TopkProblem(b=rows, t=t), rows, t, 132)
-        assert not geometry.most or geometry.most * geometry.room < 228 << 10 < (geometry.most + 1) * geometry.room + 1024
+        # A CTA has other shared memory beside it.
+        assert not geometry.most or geometry.most * geometry.room < 228 << 10 <= (geometry.most + 1) * geometry.room
         return geometry.most
 
     assert [most(rows, 4096) for rows in (1, 132, 133, 264, 265, 4096)] == [1, 1, 2, 2, 0, 0]

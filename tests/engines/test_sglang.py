@@ -123,9 +123,9 @@ def sparse_backend(topk: str = "sgl-kernel", fused: bool = True, pools: int = 1,
     return made
 
 
-@pytest.mark.parametrize("counted", [True, False])
-def test_sparse(counted: bool, rows: Any) -> None:
-    made = sparse_backend(pools=1 if counted else 2)
+@pytest.mark.parametrize(("pools", "large"), [(1, True), (1, False), (2, True)])
+def test_sparse(pools: int, large: bool, rows: Any) -> None:
+    made, counted = sparse_backend(pools=pools), pools == 1 and large
     cache = pack(layout_of("v32"), rows.view(-1, PAGE, K + P))
     slots = torch.full((3, 64), -1, dtype=torch.int32)
     for i in range(3):
@@ -139,6 +139,7 @@ def test_sparse(counted: bool, rows: Any) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sparse, "get_device_capability", lambda: (9, 0))
         patch.setattr(sparse.registry, "missing", lambda language: None)
+        patch.setattr(sparse, "pays", lambda tokens, heads: large and (tokens, heads) == (3, H))
         out = made._forward_flashmla_kv(
             q_all=queries, kv_cache=cache.view(-1, 1, 656), sm_scale=SCALE, v_head_dim=K, layer=layer(),
             metadata=SimpleNamespace(dsa_cache_seqlens_int32=lens), page_table_1=slots,

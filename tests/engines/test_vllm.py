@@ -281,8 +281,12 @@ def test_a_graph_is_replayed_for_other_requests(where: str, monkeypatch: pytest.
         assert near(out[:count], layer.expected())
 
 
+@pytest.mark.parametrize("told", [False, True])
 @pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
-def test_sparse_attention_to_chosen_tokens(cache: str, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_attention_to_chosen_tokens(
+    cache: str, told: bool, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sparse, "pays", lambda tokens, heads: told and (tokens, heads) == (54, H))
     requests = [(1, 70), (3, 129), (50, 50)]
     buffer = torch.full((64, 128), -1, dtype=torch.int32)
     token = 0
@@ -321,7 +325,8 @@ def test_sparse_attention_to_chosen_tokens(cache: str, where: str, monkeypatch: 
         metadata = SimpleNamespace(req_id_per_token=owners, block_table=layer.table, block_size=PAGE)
     else:
         metadata = sparse_builder(layer, monkeypatch).build(0, layer.common())
-        buffer[:token][buffer[:token] < 0] = 3  # behind the count nothing is read
+        if told:
+            buffer[:token][buffer[:token] < 0] = 3  # behind the count nothing is read
     out, lse = impl.forward_mqa(layer.latent(), layer.cache, metadata, layer)
     wanted = layer.expected(None if cache == "auto" else unpack(layout_of("v32"), layer.cache))
     # One row sees 129 tokens, of which 128 are chosen.

@@ -320,7 +320,8 @@ def served(model: Mapping[str, Any], tp: int = 1, page: int | None = PAGE) -> li
             found += [SparseProblem(**sizes, s=s, layout="flat", paged=True) for s in TOKENS]
             chosen = CHOSEN.get(model["name"])
             if chosen is not None:
-                found += [SparseProblem(**sizes, topk=chosen, layout=layout) for layout in ("v32", "bf16")]
+                kinds = itertools.product(("v32", "bf16"), (False, True))  # the plug-ins give lengths in large steps
+                found += [SparseProblem(**sizes, topk=chosen, layout=x, lengths=given) for x, given in kinds]
     for s, t in itertools.product((128, 1024, 8192), (0, 8192)):
         heads = {"h": h, "p": p, "d": d}
         found.append(PrefillProblem(**heads, s=s, t=t or s, causal=not t))

@@ -11,6 +11,7 @@ from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
 from sglang.srt.utils import get_device_capability
 
 from mla_var3.catalogue import registry
+from mla_var3.engines.counts import pays
 from mla_var3.engines.told import say
 from mla_var3.ops.sparse import sparse_mla_decode
 from mla_var3.packed_cache import layout_of
@@ -33,10 +34,8 @@ class MlaVar3SparseBackend(DeepseekSparseAttnBackend):
         say("sglang.mla_var3", "dsa with flashmla_kv", layer.tp_q_head_num, "of 656 bytes a token")
         rows = q_all.view(-1, 1, layer.tp_q_head_num, layer.head_dim)
         pages = kv_cache.view(torch.uint8).view(-1, self.physical_page_size, self.kv_cache_dim)
-        out = sparse_mla_decode(
-            rows, pages, page_table_1.unsqueeze(1), topk_lens=topk_lens(self, metadata, len(rows)), layout="v32",
-            scale=sm_scale,
-        )  # fmt: skip
+        lens = topk_lens(self, metadata, len(rows)) if pays(len(rows), layer.tp_q_head_num) else None
+        out = sparse_mla_decode(rows, pages, page_table_1.unsqueeze(1), topk_lens=lens, layout="v32", scale=sm_scale)
         assert isinstance(out, torch.Tensor)
         return out
 

@@ -4,10 +4,10 @@ Every query token is a request of its own with a row of indices, whether it deco
 graphs are declared for batches whose requests have equally many query tokens (`UNIFORM_BATCH`). Caches are in bfloat16,
 or packed with 656 bytes a token (`fp8_ds_mla`).
 
-A query token whose context is shorter than its row names all of it in front, and -1 behind. The kernel is given how
-many indices count, so that it deals out what is there. Where vLLM's own kernel counts them beside making slots of
-them, that number is taken. Elsewhere it is the context, computed once a step from what the indexer computes it from, in
-memory that replays of a graph read again.
+A query token whose context is shorter than its row names all of it in front, and -1 behind. In large steps
+(`counts.pays`) the kernel is given how many indices count, so that it deals out what is there. Where vLLM's own kernel
+counts them beside making slots of them, that number is taken. Elsewhere it is the context, computed once a step from
+what the indexer computes it from, in memory that replays of a graph read again.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.mla.flashinfer_mla_sparse import FlashInferMLASparseMetadataBuilder
 from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
 
+from mla_var3.engines.counts import pays
 from mla_var3.engines.told import missing, say
 from mla_var3.engines.vllm.releases import base_of_sparse, init_sparse, release
 from mla_var3.ops.sparse import sparse_mla_decode
@@ -125,12 +126,13 @@ class MlaVar3SparseImpl(base_of_sparse()):  # type: ignore[misc]
         """As of the dense backend."""
         rows = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         tokens = len(rows)
-        chosen, counts = self.topk_indices_buffer[:tokens], release().counts
+        chosen, told = self.topk_indices_buffer[:tokens], pays(tokens, self.num_heads)
+        counts = told and release().counts
         slots = triton_convert_req_index_to_global_index(
             attn_metadata.req_id_per_token[:tokens], attn_metadata.block_table, chosen,
             BLOCK_SIZE=attn_metadata.block_size, NUM_TOPK_TOKENS=chosen.shape[1], return_valid_counts=counts,
         )  # fmt: skip
-        slots, lens = slots if counts else (slots, attn_metadata.topk_lens[:tokens])
+        slots, lens = slots if counts else (slots, attn_metadata.topk_lens[:tokens] if told else None)
         out = sparse_mla_decode(
             rows.unsqueeze(1), kv_c_and_k_pe_cache, slots.unsqueeze(1), topk_lens=lens, scale=self.scale,
             layout="v32" if self.kv_cache_dtype == PACKED else "bf16",

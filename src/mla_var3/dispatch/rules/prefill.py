@@ -58,6 +58,7 @@ RULES = (
         archs=HOPPER,
     ),
     Rule("cute-dsl/flash_attention", "it takes fp16, which the later versions do not", archs=HOPPER),
+    Rule("cute-dsl/flash_attention_mma_v1", "an experiment: the version before takes all that it does", archs=HOPPER),
     Rule(
         "cute-dsl/flash_attention_mma",
         "it takes different lengths on every GPU from sm_80 on; the tiles that these GPUs have for such columns were "

@@ -92,6 +92,10 @@ WHAT = {
         "Logits of the lightning indexer in problems that were drawn at random, from a seed that no earlier run had "
         "used (`experiment=unseen_indexer seed=4711`)."
     ),
+    "prefill": (
+        "Attention of prompts over decompressed heads: whole prompts, prompts of unequal lengths, and chunks behind a "
+        "prefix (`experiment=prefill`). FlashAttention-3 and FlashAttention-4 were timed beside the kernels here."
+    ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
         "latent space, and the latent output out of it. The library is `torch.bmm` (`experiment=absorb_gemm`)."
@@ -128,6 +132,17 @@ MORE = {
         "left for the others."
     ),
     "indexer_paged": " Of the 18 cells of the experiment 8 were measured; the run had no time left for the others.",
+    "prefill": (
+        " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "
+        "`causal` stands where a query sees no later key, and `d` and `p` where values do not have 128 columns or keys "
+        "not 64 more than values: `d128_p0` is 128/128, `d256_p0` 256/256, and `d128_p128` 256/128, for which "
+        "FlashAttention-3 and FlashAttention-4 get values padded to the keys' width. With `normal` and `lognormal` "
+        "requests have unequal lengths, of which s and t are the means. Of the 46 cells of the experiment 33 were "
+        "measured; the run had no time left for the others. In one more, of 96/64 columns, FlashAttention-3's result "
+        "was a little above the check's bound in one row, and the run ended there. Each sustained time is of one turn "
+        "of 0.3 seconds, behind the turns of the contenders before it, and may differ by some per cent from one run to "
+        "the next."
+    ),
     "unseen_indexer": (
         " Of the 24 problems of the seed 12 were measured; the run had no time left for the others. The check of one "
         "more failed, in which lengths drawn at random had left a single logit: the bound on the angle between all "
@@ -141,15 +156,23 @@ CACHES = {
     "unseen_sparse": "bf16 queries, packed FP8 caches",
     "indexer_paged": "e4m3 queries and keys, 128 columns, fp32 logits, pages of 64 tokens",
     "unseen_indexer": "e4m3 queries and keys, 128 columns, fp32 logits",
+    "prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
     "absorb_gemm": "bf16, heads of 128 columns, latent 512",
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
 DENSE = "bf16, latent 512 + rope 64, 64-token pages"
 #: Pages of the first device alone.
+<<<<<<< HEAD
 ON_H200 = ("sparse_served", "unseen_sparse", "indexer_paged", "unseen_indexer")
 #: Device -> experiment -> its record files in results/, one or several, of which the newest record of a kernel and cell
 #: counts. The first device has a page an experiment, the others one each.
 FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
+=======
+ON_H200 = ("sparse_served", "unseen_sparse", "indexer_paged", "unseen_indexer", "prefill")
+#: Device -> experiment -> its record files in results/, of which the newest record of a kernel and cell counts. The
+#: first device has a page an experiment, the others one each.
+FILES = {
+>>>>>>> p9
     "h200": {
         **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
         **{
@@ -162,6 +185,7 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
         "unseen_sparse": tuple(f"h200/2026-11-28-unseen_sparse-{seed}.jsonl" for seed in (60811, 71101, 93303)),
         "indexer_paged": "h200/2026-11-28-indexer_paged.jsonl",
         "unseen_indexer": "h200/2026-11-28-unseen_indexer-4711.jsonl",
+        "prefill": "h200/2026-11-28-prefill-v18.jsonl",
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name not in ON_H200},

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))  # for what tests of several folders share
+
 # Before torch is imported, here and in processes that tests start: several threads a test would wait for each other in
 # small products wherever workers share cores, which took up to twenty times as long.
 os.environ["OMP_NUM_THREADS"] = "1"

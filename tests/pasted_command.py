@@ -16,30 +16,25 @@ US = 123.0
 
 def measure_cells(cells: Any, device: Device, settings: Any, *, experiment: str) -> Iterator[Any]:
     """A record of each contender that takes its problem, as `measure.cell` yields them; a refusal is raised."""
+    import made_up
     from mla_var3.catalogue import registry
     from mla_var3.measure import environment
     from mla_var3.measure.cell import contender_key
-    from mla_var3.record import Record, new_id, now
+    from mla_var3.record import now
 
     commit, dirty = environment.git_state()
     for problem, contenders in cells:
         for contender in contenders:
             plan = registry.get_plan(contender.kernel)(problem, None, device)
             plan.require()
-            stats = {"median": US, "p10": US, "p90": US, "n": 5}
-            limit = {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": 100.0}
-            yield Record.model_validate(
-                {
-                    "id": new_id(), "at": now(), "experiment": experiment, "device": device.key, "mode": "time",
-                    "kernel": contender.kernel.to_record(), "problem": problem.to_record(), "status": "passed",
-                    "time_us": {"burst": stats, "sustained": stats}, "error": {"out": 1e-3}, "tiling": {},
-                    "limits": {"burst": limit, "sustained": limit, "bound": "compute"}, "requested": "default",
-                    "source": {
-                        "hash": registry.source_hash(contender.kernel), "commit": commit or "0" * 40, "dirty": dirty,
-                    },
-                    "key": contender_key(problem, contender, device),
-                }
-            )  # fmt: skip
+            own = {
+                "at": now(), "experiment": experiment, "device": device.key, "tiling": {},
+                "source": {
+                    "hash": registry.source_hash(contender.kernel), "commit": commit or "0" * 40, "dirty": dirty,
+                },
+                "key": contender_key(problem, contender, device),
+            }  # fmt: skip
+            yield made_up.record(contender.kernel, US, problem, limit=100.0, **own)
 
 
 def planned(sweep: Any) -> None:

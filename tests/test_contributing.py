@@ -41,7 +41,7 @@ def test_every_command_exists(text: str, repo_root: Path) -> None:
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 def test_what_it_says_of_the_change(text: str) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-    (kernel,) = registry.find("rmsnorm", 0, "triton")
+    kernel = registry.KernelId.parse("triton/rmsnorm")
     plan_type, device = registry.get_plan(kernel), Device.get("h200")
     problem = plan_type.workload.problem()
     assert plan_type(problem, None, device).tiling.num_warps == 8

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
+import made_up
 from mla_var3.catalogue import ledger, registry, spoken
-from mla_var3.catalogue.registry import KernelId
 from mla_var3.record import Record, as_ratio
-from mla_var3.workload.decode import MlaProblem
 
 V23, V24, GONE, LIB, FA3 = (
     "cute-dsl/flash_mla_v23",
@@ -26,18 +25,12 @@ _numbers = itertools.count()
 
 def record(label: str, us: float, run: str, day: int, *, today: bool = True, **fields: Any) -> Record:
     """Of a run on a day of November; today: the code that is here."""
-    language, _, name = label.partition("/") if "/" in label else ("peer", "", label)
-    design, _, version = name.partition("_v")
-    stats = {"median": us, "p10": us, "p90": us, "n": 5}
-    one = {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": LIMITS[run]}
-    data = {
-        "id": f"{next(_numbers):012x}", "at": f"2026-11-{day:02}T10:00:00Z", "experiment": "x", "status": "passed",
-        "kernel": KernelId(language, "mla", design, int(version or 0)).to_record(), "device": "h200",
-        "problem": MlaProblem(b=1, t=4096).to_record(), "time_us": {"burst": stats, "sustained": stats},
-        "error": {"out": 1e-3, "lse": 1e-6}, "limits": {"burst": one, "sustained": one}, "requested": "default",
+    own = {
+        "id": f"{next(_numbers):012x}", "at": f"2026-11-{day:02}T10:00:00Z",
         "source": {"hash": HERE.get(label, "0") if today else "other"},
     }  # fmt: skip
-    return Record.model_validate(data | fields)
+    name = label if "/" in label else f"peer/{label}"
+    return made_up.record(name, us, limit=LIMITS[run], **{**own, **fields})
 
 
 def speaks(*records: Record) -> dict[str, Record]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import made_up
 from mla_var3 import cli, files, record, workload
 from mla_var3.catalogue import jobs, registry
 from mla_var3.device import Device
@@ -152,20 +153,11 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     from mla_var3.workload.decode import MlaProblem
 
     folder = tmp_path / "shipped"
-    stats = {"median": 50.0, "p10": 49.0, "p90": 51.0, "n": 5}
-    limit = {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": 25.0}
     store = record.RecordStore(folder / "h200" / "2026-01-02-decode.jsonl")
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     for number in range(60):
         problem = MlaProblem(b=128 + number // 2, page=64 if number % 2 else 32)
-        one = {
-            "id": record.new_id(), "at": record.now(), "experiment": "decode", "status": "passed",
-            "kernel": {"language": "cute-dsl", "layer": "mla", "design": "flash_mla", "version": 23},
-            "problem": problem.to_record(), "device": "h200", "time_us": {"burst": stats, "sustained": stats},
-            "limits": {"burst": limit, "sustained": limit, "bound": "compute"}, "error": {"out": 1e-3, "lse": 1e-6},
-            "source": {"hash": "0"},
-        }  # fmt: skip
-        store.append(record.Record.model_validate(one))
+        store.append(made_up.record("cute-dsl/flash_mla_v23", 50.0, problem, limit=25.0, experiment="decode"))
     monkeypatch.setattr(paths, "shipped_results_dir", lambda: folder)
     return folder
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import made_up
 from mla_var3 import cli, paths
 from mla_var3.catalogue import registry
 from mla_var3.device import Device
@@ -16,7 +17,7 @@ from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu as sweep_cpu
 from mla_var3.lab.sweep import plan as sweep_plan
 from mla_var3.measure import cell as cell_
-from mla_var3.record import ASIDE, Record, load, new_id, now
+from mla_var3.record import ASIDE, Record, load, now
 from mla_var3.toolchain import pool
 from mla_var3.toolchain.compiled import CompiledKernel, Resources
 
@@ -124,22 +125,13 @@ def test_with_a_gpu_it_fits_a_screen_and_what_went_wrong_is_seen(
     def measure_cells(cells: Any, device: Device, settings: Any, *, experiment: str) -> Iterator[Record]:
         for problem, contenders in cells:
             for number, contender in enumerate(contenders):
-                us = 100.0 + number
-                stats = {"median": us, "p10": us, "p90": us, "n": 5}
-                limit = {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": 50.0}
-                outcome: dict[str, Any] = {
-                    "status": "passed", "time_us": {"burst": stats, "sustained": stats},
-                    "limits": {"burst": limit, "sustained": limit, "bound": "compute"}, "error": {"out": 1e-3},
-                }  # fmt: skip
+                us: float | None = 100.0 + number
+                own: dict[str, Any] = {"at": now(), "requested": contender.requested}
                 if contender.kernel.label == wrong:
-                    outcome = {"status": "incorrect", "reason": "out differs by 0.3"}
-                yield Record.model_validate(
-                    {
-                        "id": new_id(), "at": now(), "experiment": experiment, "device": device.key, "mode": "time",
-                        "kernel": contender.kernel.to_record(), "problem": problem.to_record(), **outcome,
-                        "source": {"hash": "0"}, "requested": contender.requested,
-                        "key": cell_.contender_key(problem, contender, device),
-                    }
+                    us, own = None, {**own, "status": "incorrect", "reason": "out differs by 0.3"}
+                key = cell_.contender_key(problem, contender, device)
+                yield made_up.record(
+                    contender.kernel, us, problem, experiment=experiment, device=device.key, key=key, **own
                 )  # fmt: skip
 
     monkeypatch.setattr(cell_, "measure_cells", measure_cells)

@@ -411,23 +411,39 @@ def main() -> int:
     return bool(lost)
 
 
+#: Data types that the table names together.
+GROUPS = {"_INTEGERS": INTEGERS, "_UNSIGNED": INTEGERS[4:], "_FLOATS": FLOATS, "_SMALL": SMALL}
+
+
 def table(refused: frozenset[Use]) -> str:
     """The text of the module with the table."""
-    rows: dict[tuple[str, str], list[str]] = {}
+    rows: dict[tuple[str, str], set[str]] = {}
     for operation, detail, dtype in sorted(refused):
-        rows.setdefault((operation, detail), []).append(dtype)
+        rows.setdefault((operation, detail), set()).add(dtype)
     lines = [HEAD.format(version=ct.__version__)]
     for (operation, detail), dtypes in rows.items():
-        names = ", ".join(f'"{dtype}"' for dtype in dtypes) + ("," if len(dtypes) == 1 else "")
-        line = f'    ("{operation}", "{detail}"): ({names}),'
-        broken = [line.split(": (")[0] + ": (", *(f'        "{dtype}",' for dtype in dtypes), "    ),"]
-        lines += [line] if len(line) <= 120 else broken
+        terms: list[str] = []
+        for name, group in GROUPS.items():
+            if dtypes >= set(group):
+                terms.append(f"*{name}")
+                dtypes = dtypes - set(group)
+        terms += [f'"{dtype}"' for dtype in sorted(dtypes)]
+        if len(terms) == 1:
+            value = terms[0][1:] if terms[0].startswith("*") else f"({terms[0]},)"
+        else:
+            value = f"({', '.join(terms)})"
+        lines.append(f'    ("{operation}", "{detail}"): {value},')
     return "\n".join([*lines, "}"]) + "\n"
 
 
 HEAD = '''"""Written by tests/cutile_cpu/refusals.py from what the compiler of cuda-tile {version} refuses."""
 
 from __future__ import annotations
+
+_SMALL = ("float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu")
+_FLOATS = ("float16", "bfloat16", "float32", "float64")
+_UNSIGNED = ("uint8", "uint16", "uint32", "uint64")
+_INTEGERS = ("int8", "int16", "int32", "int64", *_UNSIGNED)
 
 #: (operation, detail) -> data types with which the front end makes IR of it and the compiler refuses it, for every GPU.
 REFUSED: dict[tuple[str, str], tuple[str, ...]] = {{'''

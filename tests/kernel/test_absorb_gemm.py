@@ -3,18 +3,15 @@
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_var3.catalogue import registry
+from planning import plan_type, right_in_tritons_interpreter
+
 from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.errors import UserError
@@ -28,13 +25,6 @@ PROBLEMS = [
     for tokens, h in ((1, 128), (32, 16), (512, 128))
 ]
 EVERYWHERE = {name for name in CASES if name not in ("planned_many", "far")}
-
-
-def plan_type(label: str) -> Any:
-    kernel = registry.KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    return registry.get_plan(kernel)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
@@ -150,21 +140,8 @@ def test_right_on_a_cpu(label: str, side: str) -> None:
     assert {case.name for case in report.cases} == EVERYWHERE
 
 
-def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
-    """In a process of its own: the interpreter is chosen when a kernel is decorated."""
-    plan_type("triton/absorb_gemm")
-    code = (
-        "from mla_var3.check.judge import check\nfrom mla_var3.catalogue import registry\n"
-        "from mla_var3.workload.gemm import GemmProblem\n"
-        "plan = registry.get_plan(registry.KernelId.parse('triton/absorb_gemm'))\n"
-        "cases = ['own', 'uneven', 'tokens', 'apart']\n"
-        "for side in ('q', 'out'):\n"
-        "    for dtype in ('bf16', 'fp16'):\n"
-        "        problem = GemmProblem(side=side, tokens=3, h=2, dtype=dtype)\n"
-        "        report = check(plan, problem, device='cpu', cases=cases, seeds=[5])\n"
-        "        assert report.ok and len(report.cases) == 4, report.reason\n"
-    )
-    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_triton_is_right_in_its_interpreter() -> None:
+    sides = [(side, dtype) for side in ("q", "out") for dtype in ("bf16", "fp16")]
+    problems = [GemmProblem(side=side, tokens=3, h=2, dtype=dtype) for side, dtype in sides]
+    cases = ["own", "uneven", "tokens", "apart"]
+    assert right_in_tritons_interpreter("triton/absorb_gemm", [(p, None, cases) for p in problems]) == [cases] * 4

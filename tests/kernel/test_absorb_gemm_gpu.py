@@ -3,20 +3,19 @@ that it may start early."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from planning import each_waits_for_the_one_before, planned, right
 
 from mla_var3.catalogue import registry
-from mla_var3.device import Device
 from mla_var3.lab.naming import cell_name
 from mla_var3.workload.gemm import CASES, GemmProblem
+from running import allocated_by, captured
 
 pytestmark = pytest.mark.gpu
 
 KERNELS = [k for k in registry.all_kernels() if k.layer == "gemm"]
 OURS = [k for k in KERNELS if k.language not in ("peer", "torch")]
-CUTE = registry.KernelId.parse("cute-dsl/absorb_gemm")
+CUTE = "cute-dsl/absorb_gemm"
 #: Both sides, every number of heads and tokens that chooses another tiling, both dtypes.
 PROBLEMS = [
     GemmProblem(side=side, tokens=tokens, h=h, dtype=dtype)
@@ -33,47 +32,26 @@ OTHER_WIDTHS = [
 CHAINED = (1, 40, 700)  # tokens
 
 
-def planned(kernel: registry.KernelId, problem: GemmProblem, tiling: Any = None) -> Any:
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)(problem, tiling, Device.detect())
-    verdict = plan.supported()
-    verdict = plan.feasible() if verdict else verdict
-    if not verdict:
-        pytest.skip(verdict.reason)
-    return plan
-
-
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
 def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, problem: GemmProblem) -> None:
-    from mla_var3.check.judge import check
-
     # cuTile's offsets are 32 bits: it refuses the case.
     cases = [name for name in CASES if (name != "huge" or problem.dtype == "bf16")]
     if kernel.language == "cutile-dsl":
         cases.remove("far")
-    report = check(planned(kernel, problem), device="cuda", cases=cases)
-    assert report.ok, report.reason
-    assert {case.name for case in report.cases} == set(cases)
+    assert set(right(planned(kernel, problem), cases)) == set(cases)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 def test_every_cute_tiling_is_right(problem: GemmProblem) -> None:
-    from mla_var3.check.judge import check
-
     plan = planned(CUTE, problem)
     for tiling in plan.autotune_configs():
-        report = check(plan.with_tiling(tiling), device="cuda", cases=["own", "one_token", "uneven", "tokens"])
-        assert report.ok, f"{tiling}: {report.reason}"
+        right(plan.with_tiling(tiling), ["own", "one_token", "uneven", "tokens"])
 
 
 @pytest.mark.parametrize("problem", OTHER_WIDTHS, ids=cell_name)
 def test_other_widths_are_right(problem: GemmProblem) -> None:
-    from mla_var3.check.judge import check
-
-    report = check(planned(CUTE, problem), device="cuda", cases=["own", "one_token", "uneven", "apart"])
-    assert report.ok, report.reason
+    right(planned(CUTE, problem), ["own", "one_token", "uneven", "apart"])
 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:4] + PROBLEMS[5:9], ids=lambda p: p.label)
@@ -86,14 +64,8 @@ def test_captured_call_follows_its_inputs_and_allocates_nothing(
     plan = planned(kernel, problem)
     inputs = plan.prepare_inputs("cuda", seed=1)
     bound = plan.plan(*inputs)
-    bound()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    bound()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bound()
+    assert allocated_by(bound) == 0
+    graph, _ = captured(bound)
     for x in inputs:
         x.copy_(torch.randn_like(x) * x.float().std())
     graph.replay()
@@ -105,10 +77,7 @@ def test_captured_call_follows_its_inputs_and_allocates_nothing(
 
 @pytest.mark.parametrize("tokens", CHAINED)
 def test_a_product_waits_for_the_kernel_that_writes_its_tokens(tokens: int) -> None:
-    """A chain of both products, each of which may start before the one in front of it has ended, gives what they give
-    apart, and writes nothing behind the last token."""
-    import torch
-
+    """And writes nothing behind the last token."""
     problems = [GemmProblem(side=side, tokens=tokens) for side in ("q", "out")]
     plans = [planned(CUTE, problem) for problem in problems]
     x, weight = plans[0].prepare_inputs("cuda", seed=1)
@@ -120,20 +89,8 @@ def test_a_product_waits_for_the_kernel_that_writes_its_tokens(tokens: int) -> N
         rooms.append(room)
         # The latent is contiguous for the other side: the columns beside it are left out by a stride.
         x = room[:tokens, :, : problem.columns]
-    for link in chain:  # each waits for its own end
-        link()
-        torch.cuda.synchronize()
-    apart = [room.clone() for room in rooms]
-    assert bool(apart[-1][:tokens].isfinite().all()) and bool(apart[-1][:tokens].any())
-    for room, problem in zip(apart, problems * 4, strict=True):
+    written = [room[:tokens, :, : problem.columns] for room, problem in zip(rooms, problems * 4, strict=True)]
+    each_waits_for_the_one_before(chain, written)
+    assert bool(written[-1].isfinite().all()) and bool(written[-1].any())
+    for room, problem in zip(rooms, problems * 4, strict=True):
         assert bool((room[tokens:] == 3.0).all()) and bool((room[..., problem.columns :] == 3.0).all())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for link in chain:
-            link()
-    for _ in range(20):
-        for room in rooms:
-            room[:tokens, :, :128] = float("nan")
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(room, want) for room, want in zip(rooms, apart, strict=True))

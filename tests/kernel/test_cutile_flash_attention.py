@@ -82,13 +82,6 @@ def test_problems_that_it_does_not_take_say_why() -> None:
 
 
 # ---------------------------------------------------------------- in the interpreter
-@pytest.fixture
-def interpreted() -> Any:
-    cutile_cpu = pytest.importorskip("mla_var3.cutile_cpu")
-    with cutile_cpu.in_place_of_launch():
-        yield
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_it_passes_the_check_in_the_interpreter(interpreted: Any, causal: bool) -> None:
     report = check(FlashAttentionPlan, PrefillProblem(b=2, s=97, h=2, causal=causal), None, "cpu", seeds=(5,))

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,13 +205,6 @@ def test_sizes_do_not_change_the_signature() -> None:
 
 # ---------------------------------------------------------------- in the interpreter
 EDGES = (0, 1, 63, 64, 65, 127, 130, 300)
-
-
-@pytest.fixture
-def interpreted() -> Iterator[None]:
-    cutile_cpu = pytest.importorskip("mla_var3.cutile_cpu")
-    with cutile_cpu.in_place_of_launch():
-        yield
 
 
 def problem_of(**fields: Any) -> MlaProblem:

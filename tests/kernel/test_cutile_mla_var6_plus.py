@@ -3,7 +3,6 @@
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -71,13 +70,6 @@ def test_every_configuration_is_feasible() -> None:
     for s in (1, 16, 64, 100):
         plan = MlaVar6PlusPlan(BIG.replace(s=s), device=H200)
         assert plan.feasible() and all(x.validate(plan.problem, H200) for x in plan.autotune_configs())
-
-
-@pytest.fixture
-def interpreted() -> Iterator[None]:
-    cutile_cpu = pytest.importorskip("mla_var3.cutile_cpu")
-    with cutile_cpu.in_place_of_launch():
-        yield
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from planning import planned
 
-from mla_var3.catalogue import registry
-from mla_var3.device import Device
 from mla_var3.workload.decode import MlaProblem
 
 pytestmark = pytest.mark.gpu
@@ -27,12 +26,7 @@ def test_calls_behind_copies_of_all_their_inputs(label: str, problem: MlaProblem
     """Inputs of two sets are copied in turn over those of one call, each copy and call right behind the other."""
     import torch
 
-    kernel = registry.KernelId.parse(label)
-    if reason := registry.missing(kernel.language):
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)(problem, None, Device.detect())
-    if not (verdict := plan.supported()):
-        pytest.skip(verdict.reason)
+    plan = planned(label, problem)
     given = plan.prepare_inputs("cuda", seed=1)
     sets = [[x.clone() for x in given], [x.clone() for x in plan.prepare_inputs("cuda", seed=2)]]
     bound = plan.plan(*given)

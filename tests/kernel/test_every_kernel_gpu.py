@@ -3,13 +3,12 @@ never."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from planning import planned, right
 
 from mla_var3.catalogue import registry
-from mla_var3.device import Device
 from mla_var3.workload.decode import MlaProblem
+from running import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -18,29 +17,14 @@ PROBLEMS = [
     MlaProblem(b=3, s=1, t=700, h=16, lengths=[700, 1, 130]),
     MlaProblem(b=2, s=2, t=300, h=128, causal=True, lengths=[300, 65]),
     MlaProblem(b=1, s=1, t=9000, h=64),
+    MlaProblem(b=4, s=3, t=700, h=20, h_kv=2, causal=True, page=16, dtype="fp16"),
 ]
-
-
-def planned(kernel: registry.KernelId, problem: MlaProblem) -> Any:
-    reason = registry.missing(kernel.language)
-    if reason:
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)(problem, None, Device.detect())
-    verdict = plan.supported()
-    verdict = plan.feasible() if verdict else verdict
-    if not verdict:
-        pytest.skip(verdict.reason)
-    return plan
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", OURS, ids=lambda k: k.label)
 def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, problem: MlaProblem) -> None:
-    from mla_var3.check.judge import check
-
-    report = check(planned(kernel, problem), device="cuda")
-    assert report.ok, report.reason
-    assert len(report.cases) >= 10
+    assert len(right(planned(kernel, problem))) >= 10
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
@@ -54,11 +38,7 @@ def test_captured_call_follows_its_inputs(kernel: registry.KernelId, problem: Ml
         pytest.skip("this version reads the lengths on the host, and says so")
     inputs = plan.prepare_inputs("cuda", seed=1)
     bound = plan.plan(*inputs)
-    bound()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bound()
+    graph, _ = captured(bound)
     inputs[0].copy_(torch.randn_like(inputs[0]))
     inputs[3].copy_(inputs[3].flip(0) if problem.b > 1 else inputs[3] // 2)
     # Flipped lengths ask for pages that a request's row of the table does not name: give every row valid ones.

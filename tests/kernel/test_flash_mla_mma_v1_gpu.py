@@ -6,14 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from planning import gives_the_same_bits, planned, right
 
-from mla_var3.catalogue import registry
-from mla_var3.device import Device
 from mla_var3.workload.decode import MlaProblem
 
 pytestmark = pytest.mark.gpu
 
-KERNEL = registry.KernelId.parse("cute-dsl/flash_mla_mma_v1")
+KERNEL = "cute-dsl/flash_mla_mma_v1"
 LENGTHS = [9000, 1, 700, 4133]
 PACKED = {"b": 6, "causal": True, "lengths": [9000, 1, 0, 700, 4133, 900], "queries": [1, 1, 3, 0, 40, 2]}
 #: Fields of a problem, and knobs. Rows of the query tile, tokens of a KV tile and stages are those that the devices of
@@ -40,34 +39,14 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def planned(fields: dict[str, Any], knobs: dict[str, Any]) -> Any:
-    if reason := registry.missing(KERNEL.language):
-        pytest.skip(reason)
-    plan_type, device = registry.get_plan(KERNEL), Device.detect()
-    plan = plan_type(MlaProblem(**{"t": LENGTHS, **fields}), None, device)
-    plan = plan.with_tiling(plan_type.tiling_type(**knobs)) if knobs else plan
-    for verdict in (plan.supported(), plan.feasible()):
-        if not verdict:
-            pytest.skip(verdict.reason)
-    return plan
-
-
 @pytest.mark.parametrize(("fields", "knobs"), CASES, ids=str)
 def test_right_on_the_cases_that_break_kernels(fields: dict[str, Any], knobs: dict[str, Any]) -> None:
-    from mla_var3.check.judge import check
-
-    report = check(planned(fields, knobs), device="cuda")
-    assert report.ok, report.reason
-    assert len(report.cases) >= 10
+    assert len(right(planned(KERNEL, MlaProblem(**{"t": LENGTHS, **fields}), **knobs))) >= 10
 
 
 @pytest.mark.parametrize(("fields", "knobs"), CASES[:14], ids=str)
 def test_the_same_bits_in_every_call(fields: dict[str, Any], knobs: dict[str, Any]) -> None:
     """Many short requests: splits follow each other in every CTA, and a stage that is filled too early would show."""
-    import torch
-
-    plan = planned({**fields, "t": [(97 * i) % 900 for i in range(600)]}, knobs)
-    kernel = plan.plan(*plan.prepare_inputs("cuda", seed=1, dist="normal"))
-    first = [x.clone() for x in kernel()]
-    wrong = [(x != y).sum() for _ in range(100) for x, y in zip(kernel(), first, strict=True)]
-    assert int(torch.stack(wrong).sum()) == 0
+    problem = MlaProblem(**{**fields, "t": [(97 * i) % 900 for i in range(600)]})
+    plan = planned(KERNEL, problem, **knobs)
+    gives_the_same_bits(plan.plan(*plan.prepare_inputs("cuda", seed=1, dist="normal")))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from planning import plan_type, right_in_tritons_interpreter
 
-from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.errors import Unsupported, UserError
@@ -26,13 +21,6 @@ H200 = Device.get("h200")
 LOGITS = "cute-dsl/mqa_logits_v4"
 TOPK, SHORT, LONG = "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6"
 TWO = "cute-dsl/indexer_topk"
-
-
-def plan_type(label: str) -> Any:
-    kernel = registry.KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    return registry.get_plan(kernel)
 
 
 @pytest.mark.parametrize(
@@ -63,35 +51,13 @@ def test_cute_compiles_for_hopper(label: str, problem: Any) -> None:
     assert made.resources.smem <= H200.smem_per_block
 
 
-INTERPRETED = """
-import json, sys
-from mla_var3.check.judge import check
-from mla_var3.catalogue import registry
-from mla_var3.workload.indexer_logits import IndexerLogitsProblem
-plan = registry.get_plan(registry.KernelId.parse("triton/mqa_logits"))
-for fields in json.loads(sys.argv[1]):
-    report = check(plan, IndexerLogitsProblem(**fields), device="cpu", seeds=[5])
-    print(json.dumps(report.to_record()))
-"""
-
-
-def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
-    plan_type("triton/mqa_logits")
+def test_triton_is_right_in_its_interpreter() -> None:
     problems = [
-        {"b": 2, "t": 100, "heads": 16, "s": 3},
-        {"b": 2, "t": 70, "heads": 64, "table": False, "dtype": "bf16"},
+        IndexerLogitsProblem(b=2, t=100, heads=16, s=3),
+        IndexerLogitsProblem(b=2, t=70, heads=64, table=False, dtype="bf16"),
     ]
-    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, json.dumps(problems)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [(report["ok"], len(report["cases"])) for report in reports] == [(True, 9), (True, 9)], reports
+    found = right_in_tritons_interpreter("triton/mqa_logits", [(problem, None, None) for problem in problems])
+    assert [len(names) for names in found] == [9, 9]
 
 
 def test_query_tiles_hold_as_many_tokens_as_an_mma_has_columns_for() -> None:

@@ -7,15 +7,15 @@ import random
 from typing import Any
 
 import pytest
+from planning import planned, right
 
-from mla_var3.catalogue import registry
-from mla_var3.device import Device
 from mla_var3.workload import indexer_logits, topk
 from mla_var3.workload import indexer_topk as of_both
 from mla_var3.workload.index_append import IndexAppendProblem
 from mla_var3.workload.indexer_logits import IndexerLogitsProblem
 from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
+from running import allocated_by, captured
 
 pytestmark = pytest.mark.gpu
 
@@ -49,29 +49,10 @@ CHOICES = [
 ]  # fmt: skip
 
 
-def planned(label: str, problem: Any, tiling: Any = None) -> Any:
-    kernel = registry.KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)(problem, tiling, Device.detect())
-    verdict = plan.supported()
-    if not verdict:
-        pytest.skip(verdict.reason)
-    return plan
-
-
-def right(plan: Any, cases: list[str] | None = None) -> None:
-    from mla_var3.check.judge import check
-
-    report = check(plan, device="cuda", cases=cases)
-    assert report.ok, f"{plan.tiling}: {report.reason}"
-    assert len(report.cases) >= 4
-
-
 @pytest.mark.parametrize("problem", LOGITS, ids=lambda p: p.label)
 @pytest.mark.parametrize("label", ["cute-dsl/mqa_logits_v4", "triton/mqa_logits"])
 def test_logits_are_right(label: str, problem: Any) -> None:
-    right(planned(label, problem))
+    assert len(right(planned(label, problem))) >= 4
 
 
 @pytest.mark.parametrize(
@@ -84,7 +65,7 @@ def test_logits_are_right(label: str, problem: Any) -> None:
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
 def test_topk_is_right(label: str, problem: Any) -> None:
-    right(planned(label, problem))
+    assert len(right(planned(label, problem))) >= 4
 
 
 @pytest.mark.parametrize(
@@ -143,11 +124,7 @@ def test_captured_choice_follows_its_lengths() -> None:
     plan = planned(TWO, problem)
     inputs = plan.prepare_inputs("cuda", seed=1)
     bound = plan.plan(*inputs)
-    bound()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bound()
+    graph, _ = captured(bound)
     for lengths in (7, 64, 65, 1000, 0, problem.t):
         inputs[3].fill_(lengths)
         bound.output_tensors[0].fill_(-5)
@@ -173,14 +150,8 @@ def test_captured_call_follows_its_lengths(label: str, problem: Any) -> None:
     plan = planned(label, problem)
     inputs = plan.prepare_inputs("cuda", seed=1)
     bound = plan.plan(*inputs)
-    bound()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    bound()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bound()
+    assert allocated_by(bound) == 0
+    graph, _ = captured(bound)
     ends = next(x for x in inputs if x.dtype == torch.int32 and x.shape == (problem.b, problem.s))
     for lengths in (7, 1000, 0, problem.t):
         ends.fill_(lengths)

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import largest
 import pytest
 
 pytest.importorskip("torch")
 
+from planning import plan_type
+
 from mla_var3.catalogue import registry
+from running import in_tritons_interpreter
 
 ON_CPU = [f"{language}/{design}" for design in ("rmsnorm", "absorb_gemm") for language in ("torch", "cutile-dsl")]
 ON_CPU.append("torch/merge_partials")
 ON_GPU = [k.label for k in registry.all_kernels() if k.design in ("rmsnorm", "absorb_gemm", "merge_partials")]
 ON_GPU = [label for label in ON_GPU if not label.startswith("peer/")]
 
-# The interpreter is chosen when a kernel is decorated, so a process has it or not.
 INTERPRETED = """
-import sys
-sys.path.insert(0, sys.argv[1])
 import largest
 from mla_var3.catalogue import registry
 for name in ("rmsnorm", "merge_partials"):
@@ -34,11 +30,9 @@ print(largest.absorb_gemm(registry.get_plan(registry.KernelId.parse("triton/abso
 
 
 def holds(label: str, device: str) -> None:
-    kernel = registry.KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    found = getattr(largest, kernel.design)(registry.get_plan(kernel), device)
-    if kernel.design == "absorb_gemm":
+    design = label.partition("/")[2]
+    found = getattr(largest, design)(plan_type(label), device)
+    if design == "absorb_gemm":
         assert found == (128 * 22.0**2, math.inf)
     else:
         assert found.ok, found.reason
@@ -49,16 +43,9 @@ def test_on_a_cpu(label: str) -> None:
     holds(label, "cpu")
 
 
-def test_triton_in_its_interpreter(repo_root: Path) -> None:
-    if (reason := registry.missing("triton")) is not None:
-        pytest.skip(reason)
-    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, str(Path(__file__).parent)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-1] == "(61952.0, inf)"
+def test_triton_in_its_interpreter() -> None:
+    plan_type("triton/absorb_gemm")
+    assert in_tritons_interpreter("-c", INTERPRETED).splitlines()[-1] == "(61952.0, inf)"
 
 
 @pytest.mark.gpu

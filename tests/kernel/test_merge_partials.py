@@ -3,15 +3,14 @@
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from planning import plan_type
 
 from mla_var3.catalogue import libraries, registry
 from mla_var3.check.judge import check
@@ -19,16 +18,10 @@ from mla_var3.device import Device
 from mla_var3.dispatch import choose
 from mla_var3.errors import UserError
 from mla_var3.workload.merge import MergeProblem
+from running import in_tritons_interpreter
 
 H200 = Device.get("h200")
 PROBLEMS = [MergeProblem(parts=n, dtype=dtype) for n in (2, 8) for dtype in ("bf16", "fp16")]
-
-
-def plan_type(label: str) -> Any:
-    kernel = registry.KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    return registry.get_plan(kernel)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
@@ -84,12 +77,8 @@ def test_tilings_and_problems_that_are_refused() -> None:
 
 def test_right_in_the_interpreter() -> None:
     plan_type("triton/merge_partials")
-    words = [sys.executable, "-m", "mla_var3.cli", "check", "triton/merge_partials", "--device", "cpu"]
-    done = subprocess.run(
-        [*words, "--problem", "parts=3,k=96"], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and "passed, 10 cases" in done.stdout, done.stdout + done.stderr
+    words = ["check", "triton/merge_partials", "--device", "cpu", "--problem", "parts=3,k=96"]
+    assert "passed, 10 cases" in in_tritons_interpreter("-m", "mla_var3.cli", *words)
 
 
 def test_what_torch_compiles_is_right(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,8 @@ at once, so that some leave their shares to others."""
 from __future__ import annotations
 
 import pytest
+from planning import planned
 
-from mla_var3.catalogue import registry
-from mla_var3.device import Device
 from mla_var3.workload.decode import MlaProblem
 
 pytestmark = pytest.mark.gpu
@@ -32,13 +31,7 @@ def test_right_wherever_the_long_requests_are(label: str, h: int, workers: int) 
 
     from mla_var3.check.judge import bounds_of, compare
 
-    kernel_id = registry.KernelId.parse(label)
-    if reason := registry.missing(kernel_id.language):
-        pytest.skip(reason)
-    plan_type = registry.get_plan(kernel_id)
-    plan = plan_type(MlaProblem(h=h, t=LENGTHS), plan_type.tiling_type(workers=workers), Device.detect())
-    if not plan.supported():
-        pytest.skip(plan.supported().reason)
+    plan = planned(label, MlaProblem(h=h, t=LENGTHS), workers=workers)
     given = plan.prepare_inputs("cuda", seed=h, dist="normal")
     references = plan.reference_fn(*given)
     kernel = plan.plan(*given)
@@ -55,7 +48,7 @@ def test_right_wherever_the_long_requests_are(label: str, h: int, workers: int) 
                 x.fill_(float("nan"))
             found.append([x.clone() for x in kernel()])
             assert not flags.any()
-        verdict = compare(plan.workload, found[0], [x[order] for x in references], bounds_of(plan_type, "normal"))
+        verdict = compare(plan.workload, found[0], [x[order] for x in references], bounds_of(type(plan), "normal"))
         assert verdict.ok, verdict.reason
         for again in found[1:]:
             assert all(torch.equal(x, y) for x, y in zip(found[0], again, strict=True))

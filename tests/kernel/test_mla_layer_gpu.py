@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from planning import planned, right
 
-from mla_var3.catalogue import registry
-from mla_var3.catalogue.registry import KernelId
-from mla_var3.device import Device
 from mla_var3.workload import layer
 from mla_var3.workload.layer import LayerProblem
+from running import allocated_by, captured
 
 pytestmark = pytest.mark.gpu
 
@@ -24,28 +21,14 @@ PROBLEMS = [
 ]
 
 
-def planned(label: str, problem: LayerProblem) -> Any:
-    kernel = KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)(problem, None, Device.detect())
-    if not (verdict := plan.supported()):
-        pytest.skip(verdict.reason)
-    return plan
-
-
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.parametrize("label", LABELS)
 def test_right_on_the_cases_that_break_kernels(label: str, problem: LayerProblem) -> None:
-    from mla_var3.check.judge import check
-
     if label.startswith("peer/torch_compile") and problem != PROBLEMS[0]:
         pytest.skip("compiled for one shape, which takes its time")
     plan = planned(label, problem)
-    report = check(plan, device="cuda")
-    assert report.ok, report.reason
     left = getattr(plan, "leaves_out", ())
-    assert [case.name for case in report.cases] == [name for name in layer.CASES if name not in left]
+    assert right(plan) == [name for name in layer.CASES if name not in left]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
@@ -71,9 +54,7 @@ def test_replays_follow_lengths_and_read_nothing_early(problem: LayerProblem) ->
     assert all(bool(x.isfinite().all()) for pair in wanted for x in pair) and not torch.equal(
         wanted[0][0], wanted[1][0]
     )
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kernel.launch()
+    graph, _ = captured(kernel.launch)
     for turn in range(40):
         for x, y in zip(given, sets[turn % 2], strict=True):
             x.copy_(y)
@@ -89,11 +70,7 @@ def test_our_kernels_allocate_nothing_and_the_projections_are_part_of_a_call() -
     kernel = plan.plan(*plan.prepare_inputs("cuda", seed=3))
     out, _ = kernel()
     wanted = out.clone()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    for stage in kernel.stages:
-        if not stage.comes_compiled:
-            stage.launch()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    assert not any(allocated_by(stage.launch) for stage in kernel.stages if not stage.comes_compiled)
     out.fill_(float("nan"))
     kernel.beside["projections"]()
     assert torch.equal(out, wanted), "the last of them writes the output, from what the others left"

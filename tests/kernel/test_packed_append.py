@@ -3,10 +3,6 @@
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_var3.catalogue import registry
+from planning import plan_type, right_in_tritons_interpreter
+
 from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.dispatch import choose
@@ -44,13 +41,6 @@ SMALL += [
 ]
 #: Of the check, on a CPU.
 COUNTS = {"v32": 17, "v32_no_rope": 14, "flat_no_rope": 13}
-
-
-def plan_type(label: str) -> Any:
-    kernel = registry.KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    return registry.get_plan(kernel)
 
 
 @pytest.mark.parametrize("layout", V41)
@@ -91,37 +81,15 @@ def test_torch_is_right_on_a_cpu() -> None:
         assert len(report.cases) == COUNTS.get(fields["layout"], 16)
 
 
-# The interpreter is chosen when a kernel is decorated, so a process has it or not.
-INTERPRETED = """
-import json, sys
-from mla_var3.check.judge import check
-from mla_var3.catalogue import registry
-from mla_var3.workload.packed_append import PackedAppendProblem
-plan = registry.get_plan(registry.KernelId.parse("triton/packed_append"))
-for problem in json.loads(sys.argv[1]):
-    cases = ["own", "skipped", "beyond", "tiny", "odd", "narrow" if "no_rope" in problem["layout"] else "other"]
-    cases += ["scales"] * problem["layout"].startswith("v32")
-    report = check(plan, PackedAppendProblem(**problem), device="cpu", cases=cases, seeds=[5])
-    print(json.dumps(report.to_record()))
-"""
-
-
 @pytest.mark.slow
-def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
-    plan_type("triton/packed_append")
-    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, json.dumps(SMALL)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert [len(report["cases"]) for report in reports] == [7, 6, 6, 6, 6, 6, 6, 7, 6]
-    for fields, report in zip(SMALL, reports, strict=True):
-        assert report["ok"], (fields["layout"], report["reason"])
+def test_triton_is_right_in_its_interpreter() -> None:
+    work = []
+    for fields in SMALL:
+        cases = ["own", "skipped", "beyond", "tiny", "odd", "narrow" if "no_rope" in fields["layout"] else "other"]
+        cases += ["scales"] * fields["layout"].startswith("v32")
+        work.append((PackedAppendProblem(**fields), None, cases))
+    judged = right_in_tritons_interpreter("triton/packed_append", work)
+    assert [len(names) for names in judged] == [7, 6, 6, 6, 6, 6, 6, 7, 6]
 
 
 def test_refusals_say_why() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from planning import planned, right
 
 from mla_var3.catalogue import registry
-from mla_var3.device import Device
 from mla_var3.packed_cache import fields, new_cache, pack, unpack
 from mla_var3.workload.packed_append import PackedAppendProblem, reference, views
+from running import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -34,33 +33,17 @@ COUNTS = {"v32": 18, "v32_no_rope": 15, "flat_no_rope": 14}
 FAR = PackedAppendProblem(tokens=100)
 
 
-def planned(kernel: registry.KernelId, problem: PackedAppendProblem) -> Any:
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)(problem, None, Device.detect())
-    if not (verdict := plan.supported()):
-        pytest.skip(verdict.reason)
-    return plan
-
-
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
 def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, problem: PackedAppendProblem) -> None:
-    from mla_var3.check.judge import check
-
-    report = check(planned(kernel, problem), device="cuda")
-    assert report.ok, report.reason
-    assert len(report.cases) == COUNTS.get(problem.layout, 17)
+    assert len(right(planned(kernel, problem))) == COUNTS.get(problem.layout, 17)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 def test_every_cute_tiling_is_right(problem: PackedAppendProblem) -> None:
-    from mla_var3.check.judge import check
-
-    plan = planned(registry.KernelId.parse("cute-dsl/packed_append"), problem)
+    plan = planned("cute-dsl/packed_append", problem)
     for tiling in plan.autotune_configs():
-        report = check(plan.with_tiling(tiling), device="cuda", cases=["own", "one_token", "uneven", "skipped"])
-        assert report.ok, f"{tiling}: {report.reason}"
+        right(plan.with_tiling(tiling), ["own", "one_token", "uneven", "skipped"])
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
@@ -74,10 +57,7 @@ def test_a_replayed_call_packs_what_pack_does_and_leaves_the_rest(
     plan = planned(kernel, problem)
     inputs = plan.prepare_inputs("cuda", seed=1)
     bound = plan.plan(*inputs)
-    bound()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bound()
+    graph, _ = captured(bound)
     for old, new in zip(inputs, plan.prepare_inputs("cuda", seed=2, dist="skipped"), strict=True):
         old.copy_(new)
     layout, codes = problem.cache, bound.output_tensors[1]
@@ -114,7 +94,7 @@ def test_pages_beyond_2_31_bytes() -> None:
     import torch
 
     problem = FAR
-    plan = planned(registry.KernelId.parse("cute-dsl/packed_append"), problem)
+    plan = planned("cute-dsl/packed_append", problem)
     inputs = list(plan.prepare_inputs("cuda", seed=1))
     layout, apart = problem.cache, (1 << 30) + 64 * 656
     try:

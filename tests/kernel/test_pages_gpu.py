@@ -8,9 +8,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_var3.catalogue import registry  # noqa: E402
+from planning import planned, right  # noqa: E402
+
 from mla_var3.check.judge import bounds_of, check, compare  # noqa: E402
-from mla_var3.device import Device  # noqa: E402
 from mla_var3.toolchain.aot import CompileCache  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, make_inputs, same_class  # noqa: E402
 
@@ -30,16 +30,6 @@ CASES = [
 STRIDED = [case for case in CASES if case[1:4] in ((128, 1, 1), (16, 1, 1)) and case[4] in (1, 32, 128)]
 
 
-def planned(label: str, problem: MlaProblem, compiled: CompileCache | None = None) -> Any:
-    kernel = registry.KernelId.parse(label)
-    if reason := registry.missing(kernel.language):
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)(problem, None, Device.detect())
-    if compiled is not None:
-        plan.compiled = compiled
-    return plan
-
-
 def apart(cache: Any, stride: int) -> Any:
     """The same pages, `stride` elements from each other, with NaN between them."""
     memory = torch.full((len(cache) * stride,), float("nan"), dtype=cache.dtype, device=cache.device)
@@ -52,8 +42,7 @@ def apart(cache: Any, stride: int) -> Any:
 @pytest.mark.parametrize(("label", "h", "h_kv", "s", "page"), CASES)
 def test_every_case_of_the_check(label: str, h: int, h_kv: int, s: int, page: int) -> None:
     problem = MlaProblem(b=5, s=s, t=4100, h=h, h_kv=h_kv, causal=s > 1, page=page, lengths="ragged")
-    report = check(planned(label, problem, CompileCache()), seeds=(3,))
-    assert report.ok, report.reason
+    right(planned(label, problem, CompileCache()), seeds=(3,))
 
 
 @pytest.mark.parametrize(("label", "h", "h_kv", "s", "page"), CASES)
@@ -62,8 +51,7 @@ def test_splits_of_few_and_of_many_requests(label: str, h: int, h_kv: int, s: in
     compiled = CompileCache()
     for lengths in ([30_011], [64, 65, 63, 1, 0, 129, 700] * 40):
         problem = same_class(MlaProblem(s=s, h=h, h_kv=h_kv, causal=s > 1, page=page), lengths)
-        report = check(planned(label, problem, compiled), seeds=(5,), cases=("own",))
-        assert report.ok, (lengths[:8], report.reason)
+        right(planned(label, problem, compiled), ("own",), seeds=(5,))
 
 
 @pytest.mark.parametrize(("label", "h", "h_kv", "s", "page"), STRIDED)

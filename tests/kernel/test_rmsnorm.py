@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_var3.catalogue import registry
+from planning import plan_type
+
 from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.errors import UserError
@@ -24,13 +25,6 @@ PROBLEMS = [
     NormProblem(rows=4096, width=1536, second=512, rest=64),
     NormProblem(rows=4096, width=512, dtype="fp16"),
 ]
-
-
-def plan_type(label: str) -> Any:
-    kernel = registry.KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    return registry.get_plan(kernel)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from planning import each_waits_for_the_one_before, planned, right
 
 from mla_var3.catalogue import registry
-from mla_var3.device import Device
 from mla_var3.workload.norm import NormProblem
+from running import allocated_by, captured
 
 pytestmark = pytest.mark.gpu
 
@@ -24,35 +23,17 @@ PROBLEMS = [
 ]
 
 
-def planned(kernel: registry.KernelId, problem: NormProblem, tiling: Any = None) -> Any:
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)(problem, tiling, Device.detect())
-    verdict = plan.supported()
-    verdict = plan.feasible() if verdict else verdict
-    if not verdict:
-        pytest.skip(verdict.reason)
-    return plan
-
-
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
 def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, problem: NormProblem) -> None:
-    from mla_var3.check.judge import check
-
-    report = check(planned(kernel, problem), device="cuda")
-    assert report.ok, report.reason
-    assert len(report.cases) == 12
+    assert len(right(planned(kernel, problem))) == 12
 
 
 @pytest.mark.parametrize("problem", [*PROBLEMS, NormProblem(rows=300, width=520, second=264)], ids=lambda p: p.label)
 def test_every_cute_tiling_is_right(problem: NormProblem) -> None:
-    from mla_var3.check.judge import check
-
-    plan = planned(registry.KernelId.parse("cute-dsl/rmsnorm"), problem)
+    plan = planned("cute-dsl/rmsnorm", problem)
     for tiling in plan.autotune_configs():
-        report = check(plan.with_tiling(tiling), device="cuda", cases=["own", "one_row", "uneven", "rows"])
-        assert report.ok, f"{tiling}: {report.reason}"
+        right(plan.with_tiling(tiling), ["own", "one_row", "uneven", "rows"])
 
 
 @pytest.mark.parametrize("problem", PROBLEMS[:4], ids=lambda p: p.label)
@@ -65,14 +46,8 @@ def test_captured_call_follows_its_inputs_and_allocates_nothing(
     plan = planned(kernel, problem)
     inputs = plan.prepare_inputs("cuda", seed=1)
     bound = plan.plan(*inputs)
-    bound()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    bound()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bound()
+    assert allocated_by(bound) == 0
+    graph, _ = captured(bound)
     inputs[0].copy_(torch.randn_like(inputs[0]))
     graph.replay()
     torch.cuda.synchronize()
@@ -80,41 +55,21 @@ def test_captured_call_follows_its_inputs_and_allocates_nothing(
         torch.testing.assert_close(answer.double(), want.double(), atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("tiling", [None, (4, 1, 1)])
-def test_a_row_waits_for_the_kernel_that_writes_it(tiling: Any) -> None:
-    """A chain of norms, each of which may start before the one in front of it has ended, gives what they give apart."""
-    import torch
-
-    from mla_var3.kernel.cute_python.norm.rmsnorm.rmsnorm.rmsnorm import RmsNormTiling
-
-    problem = NormProblem(rows=2000)
-    kernel = registry.KernelId.parse("cute-dsl/rmsnorm")
-    plan = planned(kernel, problem, None if tiling is None else RmsNormTiling(*tiling))
+@pytest.mark.parametrize("knobs", [{}, {"vectors": 4, "rows": 1, "ctas_per_sm": 1}], ids=str)
+def test_a_row_waits_for_the_kernel_that_writes_it(knobs: dict[str, int]) -> None:
+    plan = planned("cute-dsl/rmsnorm", NormProblem(rows=2000), **knobs)
     x, weight = plan.prepare_inputs("cuda", seed=1)
     chain = [plan.plan(x.contiguous(), weight)]
     for _ in range(7):
         chain.append(plan.plan(chain[-1].output_tensors[0], weight))
-    for link in chain:  # each waits for its own end
-        link()
-        torch.cuda.synchronize()
-    apart = chain[-1].output_tensors[0].clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for link in chain:
-            link()
-    for _ in range(20):
-        for link in chain:
-            link.output_tensors[0].fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(chain[-1].output_tensors[0], apart)
+    each_waits_for_the_one_before(chain, [link.output_tensors[0] for link in chain])
 
 
 def test_the_residual_may_be_added_in_place() -> None:
     import torch
 
     problem = NormProblem(rows=700, residual=True)
-    plan = planned(registry.KernelId.parse("cute-dsl/rmsnorm"), problem)
+    plan = planned("cute-dsl/rmsnorm", problem)
     inputs = plan.prepare_inputs("cuda", seed=1)
     want = plan.reference_fn(*inputs)
     apart = plan.plan(*inputs)

@@ -9,7 +9,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_var3.catalogue import registry
+from planning import plan_type
+
 from mla_var3.check.judge import check
 from mla_var3.device import Device
 from mla_var3.errors import UserError
@@ -23,13 +24,6 @@ PROBLEMS = [
     RopeProblem(tokens=4096, h=16, interleaved=False, dtype="fp16"),
     RopeProblem(tokens=4096, h=12, columns=576, index="int32"),
 ]
-
-
-def plan_type(label: str) -> Any:
-    kernel = registry.KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    return registry.get_plan(kernel)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)

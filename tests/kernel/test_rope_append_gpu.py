@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+from planning import planned, right
 
 from mla_var3.catalogue import registry
-from mla_var3.device import Device
 from mla_var3.workload.rope import RopeProblem, new_outputs
+from running import allocated_by, captured
 
 pytestmark = pytest.mark.gpu
 
@@ -24,37 +23,18 @@ IN_PLACE = [RopeProblem(tokens=700, columns=columns) for columns in (192, 576)]
 FAR = RopeProblem(tokens=100)
 
 
-def planned(kernel: registry.KernelId, problem: RopeProblem) -> Any:
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    plan = registry.get_plan(kernel)(problem, None, Device.detect())
-    verdict = plan.supported()
-    verdict = plan.feasible() if verdict else verdict
-    if not verdict:
-        pytest.skip(verdict.reason)
-    return plan
-
-
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
 def test_right_on_the_cases_that_break_kernels(kernel: registry.KernelId, problem: RopeProblem) -> None:
-    from mla_var3.check.judge import check
-
-    report = check(planned(kernel, problem), device="cuda")
-    assert report.ok, report.reason
-    assert len(report.cases) == {"peer/torch_compile_rope_append": 10, "peer/flashinfer_rope_append": 9}.get(
-        kernel.label, 15
-    )
+    known = {"peer/torch_compile_rope_append": 10, "peer/flashinfer_rope_append": 9}
+    assert len(right(planned(kernel, problem))) == known.get(kernel.label, 15)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 def test_every_cute_tiling_is_right(problem: RopeProblem) -> None:
-    from mla_var3.check.judge import check
-
-    plan = planned(registry.KernelId.parse("cute-dsl/rope_append"), problem)
+    plan = planned("cute-dsl/rope_append", problem)
     for tiling in plan.autotune_configs():
-        report = check(plan.with_tiling(tiling), device="cuda", cases=["own", "one_token", "uneven", "skipped"])
-        assert report.ok, f"{tiling}: {report.reason}"
+        right(plan.with_tiling(tiling), ["own", "one_token", "uneven", "skipped"])
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
@@ -67,14 +47,8 @@ def test_captured_call_follows_its_inputs_and_allocates_nothing(
     plan = planned(kernel, problem)
     inputs = plan.prepare_inputs("cuda", seed=1)
     bound = plan.plan(*inputs)
-    bound()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    bound()
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        bound()
+    assert allocated_by(bound) == 0
+    graph, _ = captured(bound)
     for old, new in zip(inputs, plan.prepare_inputs("cuda", seed=2, dist="skipped"), strict=True):
         old.copy_(new)
     for x in bound.output_tensors:
@@ -91,7 +65,7 @@ def test_captured_call_follows_its_inputs_and_allocates_nothing(
 def test_q_may_be_turned_in_place(problem: RopeProblem) -> None:
     import torch
 
-    plan = planned(registry.KernelId.parse("cute-dsl/rope_append"), problem)
+    plan = planned("cute-dsl/rope_append", problem)
     inputs = plan.prepare_inputs("cuda", seed=1, poison=False)
     want, want_cache = plan.reference_fn(*inputs)
     _, cache = new_outputs(problem, inputs[0])
@@ -107,7 +81,7 @@ def test_pages_beyond_2_31_elements() -> None:
     """The last page begins 2.1e9 elements behind the first one; only what belongs to it is touched."""
     import torch
 
-    plan = planned(registry.KernelId.parse("cute-dsl/rope_append"), FAR)
+    plan = planned("cute-dsl/rope_append", FAR)
     inputs = list(plan.prepare_inputs("cuda", seed=1))
     out, _ = new_outputs(FAR, inputs[0])
     apart = (1 << 30) + 64 * 576

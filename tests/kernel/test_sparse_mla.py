@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,8 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from planning import plan_type, right_in_tritons_interpreter
 
 from mla_var3.catalogue import registry
 from mla_var3.check.judge import check
@@ -47,13 +46,6 @@ DENSE: dict[str, dict[str, Any]] = {
 ONLY_ON_A_GPU = {"many", "far"}
 
 
-def plan_type(label: str) -> Any:
-    kernel = registry.KernelId.parse(label)
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    return registry.get_plan(kernel)
-
-
 def cases_of(name: str) -> set[str]:
     lacking = {"bf16": {"scales", "codes", "subnormal"}, "flat": {"extra"}, "flat_no_rope": {"extra"}}.get(
         name.removeprefix("dense "), set()
@@ -75,17 +67,6 @@ def test_right_on_a_cpu(label: str, name: str) -> None:
     assert {case.name for case in report.cases} == cases_of(name)
 
 
-# The interpreter is chosen when a kernel is decorated, so a process has it or not.
-INTERPRETED = """
-import json, sys
-from mla_var3.check.judge import check
-from mla_var3.catalogue import registry
-from mla_var3.workload.sparse_decode import SparseProblem
-plan = registry.get_plan(registry.KernelId.parse("triton/sparse_mla"))
-for problem, tiling, cases in json.loads(sys.argv[1]):
-    report = check(plan, SparseProblem(**problem), plan.tiling_type(**tiling), device="cpu", cases=cases, seeds=[5])
-    print(json.dumps(report.to_record()))
-"""
 #: One split; as many as there are tiles, or more; fewer.
 TILINGS = {
     "v32": {"tile_m": 16, "tile_n": 16, "num_splits": 1},
@@ -113,23 +94,11 @@ CHECKED = {
 
 
 @pytest.mark.slow
-def test_triton_is_right_in_its_interpreter(repo_root: Path) -> None:
-    plan_type("triton/sparse_mla")
+def test_triton_is_right_in_its_interpreter() -> None:
     problems = {**PROBLEMS, **DENSE}
-    work = [(problem, TILINGS[name], sorted(CHECKED[name])) for name, problem in problems.items()]
-    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED, json.dumps(work)],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    for name, report in zip(problems, reports, strict=True):
-        assert report["ok"], (name, report["reason"])
-        assert {case["name"] for case in report["cases"]} == CHECKED[name]
+    work = [(SparseProblem(**fields), TILINGS[name], sorted(CHECKED[name])) for name, fields in problems.items()]
+    found = right_in_tritons_interpreter("triton/sparse_mla", work)
+    assert {name: set(cases) for name, cases in zip(problems, found, strict=True)} == CHECKED
 
 
 #: Compute-bound, split and memory-bound; both tiles of heads.

@@ -10,10 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from planning import planned, right
+
 from mla_var3.catalogue import registry
-from mla_var3.check.judge import check, compare
+from mla_var3.check.judge import compare
 from mla_var3.packed_cache import fields, unpack
 from mla_var3.workload.sparse_decode import WORKLOAD, SparseProblem, bounds, input_names, make_inputs, reference
+from running import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -77,33 +80,19 @@ DENSE = [
 V41 = SparseProblem(b=4, h=64, t=2048, layout="v41", topk=128, page=16, extra=320, extra_layout="v41_fp4", extra_page=7)
 
 
-def plan_of(kernel: Any) -> Any:
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    return registry.get_plan(kernel)
-
-
-def plan_for(kernel: Any, problem: SparseProblem) -> Any:
-    if not (verdict := plan_of(kernel).requires.accepts(problem)):
-        pytest.skip(verdict.reason)
-    return plan_of(kernel)
-
-
 @pytest.mark.parametrize("problem", [*PROBLEMS, *DENSE], ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.label)
 def test_right_in_every_case(kernel: Any, problem: SparseProblem) -> None:
-    report = check(plan_for(kernel, problem), problem)
-    assert report.ok, report.reason
+    right(planned(kernel, problem))
 
 
 @pytest.mark.parametrize("problem", [*PROBLEMS, *DENSE], ids=lambda p: p.label)
 @pytest.mark.parametrize("heads", [0, 16, 24, 32])
 def test_right_however_many_heads_a_query_tile_has(heads: int, problem: SparseProblem) -> None:
-    plan = plan_for(registry.KernelId.parse("cute-dsl/sparse_mla_v2"), problem)(problem)
+    plan = planned("cute-dsl/sparse_mla_v2", problem)
     if heads not in {tiling.heads for tiling in plan.autotune_configs()}:
         pytest.skip("as many are not tried for so few heads")
-    report = check(plan.with_tiling(type(plan.tiling)(heads=heads)))
-    assert report.ok, report.reason
+    right(plan.with_tiling(type(plan.tiling)(heads=heads)))
 
 
 @pytest.mark.parametrize(("problem", "dist"), [(PROBLEMS[2], "holes"), (DENSE[0], "empty")], ids=["sparse", "dense"])
@@ -111,15 +100,12 @@ def test_right_however_many_heads_a_query_tile_has(heads: int, problem: SparsePr
 def test_a_graph_replays_with_other_inputs(kernel: Any, problem: SparseProblem, dist: str) -> None:
     if kernel.language == "peer":
         pytest.skip("it may have copied its inputs when it was planned")
-    plan_type = plan_for(kernel, problem)
-    if not plan_type.graph_capturable:
+    plan = planned(kernel, problem)
+    if not plan.graph_capturable:
         pytest.skip("it waits for the device")
     inputs = make_inputs(problem, "cuda", seed=1)
-    call = plan_type(problem).plan(*inputs)
-    call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    call = plan.plan(*inputs)
+    graph, _ = captured(call)
     for old, new in zip(inputs, make_inputs(problem, "cuda", seed=2, dist=dist), strict=True):
         old.copy_(new)
     graph.replay()
@@ -130,7 +116,7 @@ def test_a_graph_replays_with_other_inputs(kernel: Any, problem: SparseProblem, 
 
 def answers(problem: SparseProblem, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
     """Of version 2."""
-    call = plan_for(registry.KernelId.parse("cute-dsl/sparse_mla_v2"), problem)(problem).plan(*inputs)
+    call = planned("cute-dsl/sparse_mla_v2", problem).plan(*inputs)
     call()
     torch.cuda.synchronize()
     return call.output_tensors
@@ -144,7 +130,7 @@ def test_workers_without_a_tile_write_nothing_however_late_they_come(version: in
     from held_gpu import held
 
     problem = SparseProblem(b=1, h=16, t=4096, layout="flat")
-    plan = plan_for(registry.KernelId.parse(f"cute-dsl/sparse_mla_v{version}"), problem)(problem)
+    plan = planned(f"cute-dsl/sparse_mla_v{version}", problem)
     call = plan.plan(*make_inputs(problem, "cuda", seed=1))
     wanted = [x.clone() for x in call()]
     for x in call.output_tensors:
@@ -182,7 +168,7 @@ def test_queries_that_are_not_finite_attend_to_nothing_where_no_index_names_a_to
         named["q"][1, 0, 1] = value
     else:
         named["q"][1] = 1.0
-    plan = plan_for(registry.KernelId.parse("cute-dsl/sparse_mla_v2"), problem)(problem)
+    plan = planned("cute-dsl/sparse_mla_v2", problem)
     call = plan.with_tiling(replace(plan.tiling, split_tokens=split_tokens)).plan(*inputs)
     out, lse = call()
     assert not bool(out[0, 0].any()) and bool((lse[0, :, 0] == float("inf")).all())
@@ -249,13 +235,10 @@ def test_a_scale_of_v41_that_is_nan_makes_its_query_token_nan(extra: bool, byte:
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda p: p.label)
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.language == "peer"], ids=lambda k: k.label)
 def test_a_library_is_captured_with_its_schedule_or_without(kernel: Any, problem: SparseProblem) -> None:
-    call = plan_for(kernel, problem)(problem).plan(*make_inputs(problem, "cuda", seed=1))
+    call = planned(kernel, problem).plan(*make_inputs(problem, "cuda", seed=1))
     wanted = [x.clone() for x in call()]
     for launch in filter(None, (call, call.with_schedule)):
-        launch()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            launch()
+        graph, _ = captured(launch)
         for x in (*call.written_tensors(), *(call.attached.made or ())):
             x.fill_(float("nan"))
         graph.replay()

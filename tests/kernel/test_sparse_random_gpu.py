@@ -12,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from mla_var3.catalogue import registry
+from planning import plan_type
+
 from mla_var3.check.judge import compare
 from mla_var3.lab.naming import cell_name
 from mla_var3.workload.sparse_decode import (
@@ -65,10 +66,7 @@ def drawn(rng: random.Random, fields: dict[str, Any]) -> tuple[SparseProblem, st
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_hundred_random_problems_are_right(name: str) -> None:
-    kernel = registry.KernelId.parse("cute-dsl/sparse_mla_v2")
-    if (reason := registry.missing(kernel)) is not None:
-        pytest.skip(reason)
-    plan, rng, wrong = registry.get_plan(kernel), random.Random(name), []
+    plan, rng, wrong = plan_type("cute-dsl/sparse_mla_v2"), random.Random(name), []
     for number in range(NUMBER):
         problem, dist = drawn(rng, CLASSES[name])
         inputs = make_inputs(problem, "cuda", seed=number, dist=dist)

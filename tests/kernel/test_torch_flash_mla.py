@@ -38,9 +38,3 @@ def test_it_says_what_it_cannot_do(plan_cls):
     kernel = plan_cls(MlaProblem(t=64, h=2)).plan_empty()
     with pytest.raises(UserError, match="plan"):
         kernel()
-
-
-@pytest.mark.gpu
-def test_it_runs_on_a_gpu(plan_cls):
-    report = check(plan_cls, MlaProblem(b=4, t=1000, h=16), quick=True)
-    assert report.ok, report.reason

@@ -1,11 +1,12 @@
-"""Plans of torch operations, for the check that runs on a CPU."""
+"""Plans of torch operations, for the check that runs on a CPU, and a backend that times them there."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bench_fakes import FakeTiling
+from bench_fakes import FakeTiling, HostBackend
 
 from mla_var3.device import Requirement
 from mla_var3.runtime import KernelPlan, TorchKernel
@@ -47,3 +48,10 @@ class TorchWrong(TorchRight):
     def attend(self, *inputs: Any) -> tuple[Any, ...]:
         out, lse = super().attend(*inputs)
         return out * 1.05, lse
+
+
+class TwoRequestsAreWrong(HostBackend):
+    """Answers are not looked at: of two requests all are wrong, and others right."""
+
+    def check(self, plan: Any, device: Any, quick: bool) -> Any:
+        return SimpleNamespace(ok=plan.problem.b != 2, reason="the answer is wrong", error={"out": 0.0, "lse": 0.0})

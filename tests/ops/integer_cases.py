@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from public_calls import NAMES, arguments
 
 from mla_var3.catalogue import registry
 from mla_var3.packed_cache import NO_ROPE
@@ -39,10 +40,6 @@ PACKED = {
     name: SparseProblem(b=3, h=16, t=128, page=64, layout=name, paged=True, softmax_scale=0.3)
     for name in ("v32", "v4", "flat")
 }
-#: Arguments by names of the workload's inputs.
-NAMES = {
-    "cache": "kv_cache", "lengths": "topk_lens", "scale": "cache_scale", "extra_lengths": "extra_topk_lens",
-}  # fmt: skip
 FLASH_MLA = {
     "kv_cache": "k_cache", "page_table": "block_table", "seq_lens": "cache_seqlens", "topk_lens": "topk_length",
     "extra_cache": "extra_k_cache", "extra_indices": "extra_indices_in_kvcache", "extra_topk_lens": "extra_topk_length",
@@ -86,8 +83,7 @@ def packed_query_cases(device: str) -> Iterator[Case]:
 
 def _arguments(problem: SparseProblem, device: str) -> dict[str, Any]:
     inputs = sparse_decode.make_inputs(problem, device, seed=1)
-    given = {NAMES.get(name, name): x for name, x in zip(input_names(problem), inputs, strict=True)}
-    return {**given, "layout": problem.layout, "scale": problem.softmax_scale}
+    return {**arguments(problem, inputs), "scale": problem.softmax_scale}
 
 
 def sparse_cases(problem: SparseProblem, device: str, values: tuple[int, ...] = VALUES) -> Iterator[Case]:

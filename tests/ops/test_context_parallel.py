@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
-from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
+from ops_fakes import CpuEngine  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import DecodeSchedule, context_parallel, merge_partials, mla_decode_cp  # noqa: E402
@@ -128,11 +128,6 @@ def test_every_token_is_on_one_rank(length: int) -> None:
 
 
 # ---------------------------------------------------------------- the merge
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    return serve_on_cpu(monkeypatch)
-
-
 @pytest.mark.parametrize("dist_of", merge.DISTRIBUTIONS)
 def test_merge_partials(on_cpu: CpuEngine, dist_of: str) -> None:
     problem = MergeProblem(parts=3, tokens=5, h=4, k=64)

@@ -15,6 +15,7 @@ from ops_gpu import FLASH_MLA_SCALE, compile_ahead, judge, same_bits  # noqa: E4
 
 from mla_var3.ops import flash_mla  # noqa: E402
 from mla_var3.workload.decode import FLASHMLA, MlaProblem, make_inputs  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -81,11 +82,7 @@ def test_a_captured_call_follows_lengths_pages_and_queries(problem: MlaProblem) 
     causal = problem.causal
     given = make_inputs(problem, "cuda", seed=1)
     meta, _ = flash_mla.get_mla_metadata()
-    attend(given, causal, meta)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend(given, causal, meta)
+    graph, made = captured(lambda: attend(given, causal, meta))
     for seed in (2, 3):
         lengths = problem.seq_lens[seed:] + problem.seq_lens[:seed]
         changed = problem.replace(lengths=lengths)
@@ -93,9 +90,9 @@ def test_a_captured_call_follows_lengths_pages_and_queries(problem: MlaProblem) 
             old.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        verdict = judge(captured, given, FLASH_MLA_SCALE, causal, FLASHMLA)
+        verdict = judge(made, given, FLASH_MLA_SCALE, causal, FLASHMLA)
         assert verdict.ok, verdict.reason
-        assert all(same_bits(a, b) for a, b in zip(captured, attend(given, causal, meta), strict=True))
+        assert all(same_bits(a, b) for a, b in zip(made, attend(given, causal, meta), strict=True))
 
 
 def test_a_scale_of_the_callers() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
@@ -21,9 +20,7 @@ APPEND = "torch/index_append"
 SMALL = IndexAppendProblem(tokens=5, positions=300)
 
 
-@pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    return serve_on_cpu(monkeypatch)
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 def call(problem: IndexAppendProblem, dist: str = "normal") -> tuple[tuple[Any, ...], Any, tuple[Any, Any]]:

@@ -8,7 +8,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
@@ -24,9 +23,7 @@ PAGED = IndexerTopkProblem(b=3, s=2, t=200, heads=16, topk=40, lengths="ragged")
 PREFILL = IndexerTopkProblem(b=2, s=7, t=90, heads=16, topk=40, table=False)
 
 
-@pytest.fixture(autouse=True)
-def served(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    return serve_on_cpu(monkeypatch)
+pytestmark = pytest.mark.usefixtures("on_cpu")
 
 
 def call(

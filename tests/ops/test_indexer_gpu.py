@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.ops import deep_gemm, indexer_logits  # noqa: E402
 from mla_var3.workload.indexer_logits import IndexerLogitsProblem, make_inputs, reference  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -82,11 +83,7 @@ def test_tensors_that_lie_apart_give_the_same_bits() -> None:
 def test_a_graph_follows_lengths_and_pages() -> None:
     given, options, _ = call_of(PAGED)
     q, cache, weights, ends = given
-    indexer_logits(*given, **options)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = indexer_logits(*given, **options)
+    graph, found = captured(lambda: indexer_logits(*given, **options))
     for seed in (2, 3):
         other, changed, want = call_of(PAGED, seed)
         for old, new in ((q, other[0]), (cache, other[1]), (weights, other[2]), (ends, other[3])):

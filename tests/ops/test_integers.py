@@ -4,10 +4,7 @@ torch's and cuTile's versions, and by Triton's in its interpreter; behind functi
 from __future__ import annotations
 
 import functools
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from mla_var3.ops import (  # noqa: E402
 )
 from mla_var3.ops import flash_mla as api  # noqa: E402
 from mla_var3.ops.request import integers, narrowed  # noqa: E402
+from running import in_tritons_interpreter  # noqa: E402
 
 DOORS = ("function", "operator", "flash_mla")
 
@@ -245,12 +243,6 @@ print("held", held)
 
 
 @pytest.mark.slow
-def test_triton(repo_root: Path) -> None:
+def test_triton() -> None:
     pytest.importorskip("triton")
-    source = os.pathsep.join([str(repo_root / "src"), str(repo_root / "tests/ops"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
-    done = subprocess.run(
-        [sys.executable, "-c", TRITON], env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["held", str(4 + 8 + 4 + 4)]
+    assert in_tritons_interpreter("-c", TRITON).split() == ["held", str(4 + 8 + 4 + 4)]

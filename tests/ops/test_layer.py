@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
+from ops_fakes import CpuEngine  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mla_var3.device import Device  # noqa: E402
@@ -64,12 +64,6 @@ def pages_apart(problem: PackedAppendProblem) -> Any:
     memory = torch.zeros(problem.pages * apart, dtype=torch.uint8)
     shape = (problem.pages, problem.page, layout.token_bytes)
     return memory.as_strided(shape, (apart, layout.token_bytes, 1))
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    """Functions and operators compute on the CPU."""
-    return serve_on_cpu(monkeypatch)
 
 
 def same(found: Any, wanted: Any) -> bool:

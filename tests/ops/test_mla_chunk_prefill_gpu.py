@@ -15,6 +15,7 @@ from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import Unsupported  # noqa: E402
 from mla_var3.ops import chunk_prefill, mla_chunk_prefill  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -46,11 +47,7 @@ def test_a_graph_follows_lengths_that_change(way: str) -> None:
     first, second = ((130, 130), (64, 700), (4, 900)), ((8, 640), (64, 700), (126, 390))
     given = Given(first, sizes=REAL, dtype=torch.bfloat16, device="cuda")
     options: dict[str, Any] = {"prefix_tokens": 2000, "way": way, "return_lse": True}
-    mla_chunk_prefill(*given.arguments, **options)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = mla_chunk_prefill(*given.arguments, **options)
+    graph, made = captured(lambda: mla_chunk_prefill(*given.arguments, **options))
     for requests in (first, second):
         other = Given(requests, sizes=REAL, dtype=torch.bfloat16, device="cuda", seed=5)
         for old, new in zip(given.arguments, other.arguments, strict=True):

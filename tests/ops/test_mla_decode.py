@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_fakes import CpuEngine  # noqa: E402
+from public_calls import pages_apart, same  # noqa: E402
 
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
@@ -40,10 +41,6 @@ def expected(given: tuple[Any, ...], scale: float, causal: bool = True) -> tuple
 def call(engine: CpuEngine, given: tuple[Any, ...], **options: Any) -> Any:
     options = {"causal": True, "return_lse": True, "kernel": "torch/flash_mla", **options}
     return mla_decode(*given, on=engine, **options)
-
-
-def same(found: Any, wanted: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 # ---------------------------------------------------------------- a schedule
@@ -166,13 +163,6 @@ def test_slices_of_tables_and_transposed_queries_are_taken(engine: CpuEngine) ->
 
 
 # ---------------------------------------------------------------- what engines hand over
-def pages_apart(cache: Any, room: int = 1, before: int = 0) -> Any:
-    """The same pages with others between them: of `room` other layers, say, `before` of which lie in front."""
-    between = cache.new_full((len(cache), 1 + room, *cache.shape[1:]), float("nan"))
-    between[:, before] = cache
-    return between[:, before]
-
-
 def test_a_cache_of_three_dimensions_has_one_latent_a_token(engine: CpuEngine) -> None:
     q, cache, table, lens = given = inputs()
     wanted = expected(given, 192**-0.5)

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import compile_ahead, decode, judge, request, same_bits  # noqa: E402
+from public_calls import pages_apart  # noqa: E402
 
 from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
@@ -17,6 +18,7 @@ from mla_var3.ops import DecodeSchedule, mla_decode  # noqa: E402
 from mla_var3.ops.engine import Engine, capture_id  # noqa: E402
 from mla_var3.ops.ways import way_for  # noqa: E402
 from mla_var3.workload.decode import FLASHMLA, MlaProblem, make_inputs  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -84,10 +86,9 @@ def test_graphs_outlive_the_kernels_that_were_kept_for_them() -> None:
     wanted = [mla_decode(*given, on=engine) for given in layers]
     graphs, outs = [], []
     for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs.append([mla_decode(*given, on=engine) for given in layers])
+        graph, out = captured(lambda: [mla_decode(*given, on=engine) for given in layers])
         graphs.append(graph)
+        outs.append(out)
     engine.forget()
     torch.cuda.empty_cache()
     filler = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(4)]
@@ -125,13 +126,6 @@ def test_a_capture_of_unknown_shapes_says_what_to_do() -> None:
 
 
 # ---------------------------------------------------------------- what engines hand over
-def pages_apart(cache: Any, room: int = 1, before: int = 0) -> Any:
-    """The same pages with NaN between them, as long as `room` pages, `before` of it in front of each."""
-    between = cache.new_full((len(cache), 1 + room, *cache.shape[1:]), float("nan"))
-    between[:, before] = cache
-    return between[:, before]
-
-
 def pages_and_a_bit_apart(cache: Any) -> Any:
     """The same pages with 16 bytes of NaN behind each."""
     step = cache[0].numel() + 8
@@ -194,12 +188,7 @@ def test_a_captured_call_follows_tables_and_lengths_of_64_bits(problem: MlaProbl
     outside of the graph shows that a replay's copies lie in memory of the graph alone."""
     causal = problem.causal
     sets = [FORMS["all"](*make_inputs(problem, "cuda", seed=seed)) for seed in (31, 32)]
-    for given in sets:
-        mla_decode(*given, causal=causal)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = [mla_decode(*given, causal=causal, return_lse=True) for given in sets]
+    graph, made = captured(lambda: [mla_decode(*given, causal=causal, return_lse=True) for given in sets])
     torch.cuda.empty_cache()
     filler = [torch.full((problem.b, n), -7, dtype=torch.int32, device="cuda") for n in (1, 64, 188, 200) * 50]
     for turn in (1, 2, 3):
@@ -209,7 +198,7 @@ def test_a_captured_call_follows_tables_and_lengths_of_64_bits(problem: MlaProbl
                 old.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        for found, given in zip(captured, sets, strict=True):
+        for found, given in zip(made, sets, strict=True):
             verdict = judge(found, given, problem.scale, causal, FLASHMLA)
             assert verdict.ok, verdict.reason
     assert all(bool((x == -7).all()) for x in filler), "a replay wrote into memory of others"
@@ -226,9 +215,7 @@ def test_packed_queries(problem: MlaProblem) -> None:
     assert verdict.ok, verdict.reason
     again = mla_decode(q, cache, table, lens, cu_seqlens_q=offsets.long(), **options)
     assert same_bits(out, again[0]) and same_bits(lse, again[1])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = mla_decode(q, cache, table, lens, cu_seqlens_q=offsets, **options)
+    graph, found = captured(lambda: mla_decode(q, cache, table, lens, cu_seqlens_q=offsets, **options))
     counts = problem.query_lens
     for turn in (1, 3):
         changed = problem.replace(queries=counts[turn:] + counts[:turn])
@@ -337,9 +324,7 @@ def test_a_fixed_split_can_be_captured() -> None:
     given = make_inputs(problem, "cuda", seed=3)
     options: dict[str, Any] = {"causal": True, "return_lse": True, "fixed_split": SPLIT_TOKENS}
     wanted = mla_decode(*given, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = mla_decode(*given, **options)
+    graph, found = captured(lambda: mla_decode(*given, **options))
     for x in found:
         x.zero_()
     graph.replay()

@@ -9,30 +9,18 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
+from ops_fakes import CpuEngine  # noqa: E402
+from public_calls import right  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from mla_var3.check.judge import compare  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_attn_varlen_func, mla_prefill  # noqa: E402
-from mla_var3.workload import prefill  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem, make_inputs  # noqa: E402
 
 TORCH = "torch/flash_attention"
 CHUNKS = ((5, 9), (0, 3), (4, 0), (6, 2), (7, 7))
 PROBLEM = PrefillProblem(b=5, h=4, h_kv=2, d=32, p=16, causal=True, lengths=CHUNKS)
 OPS = torch.ops.mla_var3
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    """Calls that name a version compute behind an engine, as on a GPU."""
-    return serve_on_cpu(monkeypatch)
-
-
-def right(problem: PrefillProblem, inputs: tuple[Any, ...], outputs: Any) -> None:
-    report = compare(prefill.WORKLOAD, outputs, prefill.reference(problem, *inputs), prefill.WORKLOAD.bounds("normal"))
-    assert report.ok, report.reason
 
 
 # ---------------------------------------------------------------- results

@@ -12,9 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import same_bits  # noqa: E402
+from public_calls import right  # noqa: E402
 
 from mla_var3.catalogue import registry  # noqa: E402
-from mla_var3.check.judge import check, compare  # noqa: E402
+from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import Unsupported, UserError  # noqa: E402
@@ -22,6 +23,7 @@ from mla_var3.ops import flash_attn_varlen_func, mla_prefill  # noqa: E402
 from mla_var3.ops.engine import Engine  # noqa: E402
 from mla_var3.workload import prefill  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem, make_inputs  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -38,11 +40,6 @@ CHECKED = [PrefillProblem(b=2, s=300, h=8, d=d, p=p, causal=True) for d, p in WI
 def picked(d: int, p: int, causal: bool) -> tuple[PrefillProblem, ...]:
     apart = {"dtype": "fp16", "strided_kv": True, "h": 4, "h_kv": 2}
     return tuple(PROBLEM.replace(d=d, p=p, causal=causal, **more) for more in ({}, apart))
-
-
-def right(problem: PrefillProblem, inputs: Any, outputs: Any) -> None:
-    report = compare(WORKLOAD, outputs, prefill.reference(problem, *inputs), WORKLOAD.bounds("normal"))
-    assert report.ok, report.reason
 
 
 def served(problem: PrefillProblem) -> bool:
@@ -97,9 +94,9 @@ def test_a_graph_follows_lengths_that_change() -> None:
     inputs = make_inputs(problem, "cuda", seed=2)
     if not served(problem):
         with pytest.raises(UserError, match="call outside of the capture"):
-            _captured(inputs)
+            captured(lambda: mla_prefill(*inputs, return_lse=True))
         return
-    graph, made = _captured(inputs)
+    graph, made = captured(lambda: mla_prefill(*inputs, return_lse=True))
     for seed, lengths in ((3, problem.pairs[::-1]), (4, ((394, 625), *((0, 0),) * 5))):
         changed = problem.replace(lengths=lengths)
         for old, new in zip(inputs, make_inputs(changed, "cuda", seed=seed), strict=True):
@@ -107,15 +104,6 @@ def test_a_graph_follows_lengths_that_change() -> None:
         graph.replay()
         right(changed, inputs, made)
         assert all(map(same_bits, made, mla_prefill(*inputs, return_lse=True)))
-
-
-def _captured(inputs: Any) -> Any:
-    mla_prefill(*inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = mla_prefill(*inputs, return_lse=True)
-    return graph, made
 
 
 def test_one_kernel_serves_all_lengths() -> None:

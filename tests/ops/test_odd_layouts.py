@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +14,7 @@ from ops_fakes import CpuEngine  # noqa: E402
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.errors import Unsupported, UserError  # noqa: E402
 from mla_var3.ops import absorb_gemm, rmsnorm  # noqa: E402
+from running import in_tritons_interpreter  # noqa: E402
 
 LANGUAGES = ("torch", "cutile-dsl", "triton", "cute-dsl")
 CASES = [(call, kernel) for language in LANGUAGES for call, kernel in kernels(language).items()]
@@ -38,19 +36,10 @@ def test_on_a_cpu(call: str, kernel: str) -> None:
 
 
 @pytest.mark.slow
-def test_in_tritons_interpreter(repo_root: Path) -> None:
-    """Which is chosen when a kernel is decorated, so a process has it or not."""
+def test_in_tritons_interpreter() -> None:
     here("triton/absorb_gemm")
-    source = os.pathsep.join([str(repo_root / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("odd_layouts.py")), "triton"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [f"tried {call}" for call in kernels("triton")] and len(kernels("triton")) == 21
+    tried = in_tritons_interpreter(str(Path(__file__).with_name("odd_layouts.py")), "triton").splitlines()
+    assert tried == [f"tried {call}" for call in kernels("triton")] and len(tried) == 21
 
 
 @pytest.mark.gpu

@@ -13,14 +13,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
+from ops_fakes import CpuEngine  # noqa: E402
+from public_calls import arguments, same  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_mla, library, mla_decode, tracing  # noqa: E402
 from mla_var3.ops.engine import Engine  # noqa: E402
-from mla_var3.workload.decode import MlaProblem, apart, fifth_input, make_inputs  # noqa: E402
+from mla_var3.workload.decode import MlaProblem, apart, make_inputs  # noqa: E402
 
 RAGGED = MlaProblem(h=4, causal=True, s=2, t=1, lengths=[70, 0, 129], b=3)
 PROBLEMS = {
@@ -33,17 +34,11 @@ ATTEND = functools.partial(mla_decode, kernel="torch/flash_mla")
 OPS = torch.ops.mla_var3
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> CpuEngine:
-    """The operators compute on the CPU."""
-    return serve_on_cpu(monkeypatch)
-
-
 def call_of(problem: MlaProblem) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Tensors and options of a call of `mla_decode`."""
-    given = make_inputs(problem, "cpu", seed=0, dist="normal")
-    fifth = {name: x.bool() if name == "mask" else x for name, x in fifth_input(*given).items()}
-    return given[:4], {"causal": problem.causal, "head_dim_v": problem.k, "kernel": "torch/flash_mla", **fifth}
+    named = arguments(problem, make_inputs(problem, "cpu", seed=0, dist="normal"))
+    given = tuple(named.pop(name) for name in ("q", "kv_cache", "page_table", "seq_lens"))
+    return given, {**named, "kernel": "torch/flash_mla"}
 
 
 def of_op(options: dict[str, Any]) -> dict[str, Any]:
@@ -54,10 +49,6 @@ def of_op(options: dict[str, Any]) -> dict[str, Any]:
 def traced(function: Callable[..., Any], backend: str = "aot_eager") -> Callable[..., Any]:
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend=backend)
-
-
-def same(found: Any, wanted: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 # ---------------------------------------------------------------- what is declared

@@ -12,9 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from public_calls import attend  # noqa: E402
+
 from mla_var3.check.judge import compare  # noqa: E402
 from mla_var3.lab.naming import cell_name  # noqa: E402
-from mla_var3.ops import packed_mla_decode, sparse_mla_decode  # noqa: E402
 from mla_var3.workload.sparse_decode import (  # noqa: E402
     DISTRIBUTIONS,
     OF_INDICES,
@@ -22,7 +23,6 @@ from mla_var3.workload.sparse_decode import (  # noqa: E402
     SparseProblem,
     bounds,
     make_inputs,
-    named,
     reference,
 )
 
@@ -32,15 +32,6 @@ SEED = 20261126
 CLASSES, DENSE, BATCHES = 20, 5, 25
 MOST_PAIRS = 12_000_000  # of query rows and tokens, in a problem: the oracle computes in higher precision
 MOST_TOKENS = 400_000  # of a cache
-#: Inputs that the functions take by name, and their names there.
-OPTIONS = {
-    "scale": "cache_scale",
-    "lengths": "topk_lens",
-    "sink": "sink",
-    "extra_cache": "extra_cache",
-    "extra_indices": "extra_indices",
-    "extra_lengths": "extra_topk_lens",
-}
 
 
 @dataclass(frozen=True)
@@ -99,16 +90,6 @@ def problems() -> list[SparseProblem]:
     return [each.problem for group in drawn() for each in group]
 
 
-def attend(problem: SparseProblem, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
-    """Through the public function for it."""
-    given = named(problem, *inputs)
-    options = {OPTIONS[name]: x for name, x in given.items() if name in OPTIONS}
-    options |= {"layout": problem.layout, "scale": problem.scale, "return_lse": True}
-    if problem.paged:
-        return packed_mla_decode(given["q"], given["cache"], given["page_table"], given["seq_lens"], **options)
-    return sparse_mla_decode(given["q"], given["cache"], given["indices"], **options)
-
-
 def test_the_draw_is_wide() -> None:
     found = problems()
     assert len(found) == 500 and len({p.problem_class() for p in found}) == CLASSES
@@ -124,7 +105,7 @@ def test_random_problems(number: int) -> None:
     for each in drawn()[number]:
         problem = each.problem
         inputs = make_inputs(problem, "cuda", seed=each.seed, dist=each.dist)
-        found = attend(problem, inputs)
+        found = attend(problem, inputs, scale=problem.scale)
         verdict = compare(WORKLOAD, found, reference(problem, *inputs), bounds(each.dist))
         if not verdict.ok:
             wrong.append(f"{cell_name(problem)} {each.dist} seed {each.seed}: {verdict.reason}")

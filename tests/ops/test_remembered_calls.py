@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("cutlass", reason="CuTe DSL is in the extra `cute`")
 
 from ops_fakes import CpuEngine, not_compiled  # noqa: E402
+from public_calls import right  # noqa: E402
 
-from mla_var3.check.judge import compare  # noqa: E402
 from mla_var3.dispatch import boundaries, rules  # noqa: E402
 from mla_var3.dispatch.rule import Bound, Quantity  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
@@ -80,11 +80,6 @@ def unjudged(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         monkeypatch.setattr(ops_prefill, "_serve", never)
 
     return forbid
-
-
-def right(problem: PrefillProblem, inputs: Any, outputs: Any) -> None:
-    report = compare(prefill.WORKLOAD, outputs, prefill.reference(problem, *inputs), prefill.WORKLOAD.bounds("normal"))
-    assert report.ok, report.reason
 
 
 def test_calls_of_other_lengths_are_launched_without_being_judged(

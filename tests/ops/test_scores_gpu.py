@@ -13,18 +13,20 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import ops_gpu  # noqa: E402
+from public_calls import attend, right  # noqa: E402
 
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.catalogue.registry import KernelId  # noqa: E402
-from mla_var3.check.judge import check, compare  # noqa: E402
+from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
-from mla_var3.ops import flash_mla, merge_partials, mla_decode, packed_mla_decode, sparse_mla_decode  # noqa: E402
+from mla_var3.ops import flash_mla, merge_partials, mla_decode  # noqa: E402
 from mla_var3.workload import decode, sparse_decode  # noqa: E402
 from mla_var3.workload.decode import PROMISED, MlaProblem  # noqa: E402
 from mla_var3.workload.merge import MergeProblem  # noqa: E402
 from mla_var3.workload.mixed import MixedProblem  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -123,12 +125,7 @@ def test_a_capture_replays_with_a_scale_below_zero() -> None:
 
     problem = DECODE[1]
     given = decode.make_inputs(problem, "cuda", seed=3, dist="normal")
-    for _ in range(2):
-        found = ops_gpu.decode(problem, given, scale=-0.1)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = ops_gpu.decode(problem, given, scale=-0.1)
+    graph, found = captured(lambda: ops_gpu.decode(problem, given, scale=-0.1))
     given[0].copy_(torch.randn_like(given[0]))
     graph.replay()
     torch.cuda.synchronize()
@@ -163,15 +160,7 @@ def test_the_drop_in_takes_a_scale_below_zero() -> None:
 def test_packed_and_sparse_decode_are_right(problem: SparseProblem, scale: float | None, dist: str) -> None:
     asked = problem if scale is None else problem.replace(softmax_scale=scale)
     inputs = sparse_decode.make_inputs(asked, "cuda", seed=6, dist=dist)
-    given = sparse_decode.named(asked, *inputs)
-    options = {"layout": asked.layout, "scale": asked.scale, "return_lse": True, "cache_scale": given.get("scale")}
-    if asked.paged:
-        both = packed_mla_decode(given["q"], given["cache"], given["page_table"], given["seq_lens"], **options)
-    else:
-        both = sparse_mla_decode(given["q"], given["cache"], given["indices"], **options)
-    reference = sparse_decode.reference(asked, *inputs)
-    verdict = compare(sparse_decode.WORKLOAD, both, reference, sparse_decode.bounds(dist))
-    assert verdict.ok, verdict.reason
+    right(asked, inputs, attend(asked, inputs, scale=asked.scale), dist)
 
 
 def test_a_merge_keeps_the_nan_of_one_part() -> None:

@@ -11,20 +11,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import compile_ahead, same_bits  # noqa: E402
+from public_calls import attend, right  # noqa: E402
 
-from mla_var3.check.judge import check, compare  # noqa: E402
+from mla_var3.check.judge import check  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
-from mla_var3.ops import packed_mla_decode, sparse_mla_decode  # noqa: E402
 from mla_var3.ops.ways import way_for  # noqa: E402
 from mla_var3.workload.sparse_decode import (  # noqa: E402
     CASES,
     WORKLOAD,
     SparseProblem,
-    bounds,
     input_names,
     make_inputs,
-    reference,
 )
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -46,10 +45,6 @@ PROBLEMS = [
 ]
 #: What the caller may pass as one row for each request.
 OF_REQUESTS = ("q", "indices", "lengths", "extra_indices", "extra_lengths", "page_table", "seq_lens")
-#: Arguments by names of the workload's inputs.
-NAMES = {
-    "cache": "kv_cache", "lengths": "topk_lens", "scale": "cache_scale", "extra_lengths": "extra_topk_lens",
-}  # fmt: skip
 #: Those of a call that needs other code are a matter of free splits.
 CHECKED = tuple(name for name in CASES if name not in ("lengths", "extra", "far", "many"))
 
@@ -67,15 +62,12 @@ def problem(request: pytest.FixtureRequest) -> SparseProblem:
 
 def call(problem: SparseProblem, given: dict[str, Any], fixed_split: int | None = SPLIT_TOKENS) -> tuple[Any, Any]:
     """(out, lse), written over NaN."""
-    function = packed_mla_decode if problem.paged else sparse_mla_decode
     b, s, h, _ = given["q"].shape
     out = torch.full((b, s, h, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
     lse = torch.full((b, h, s), float("nan"), device="cuda")
-    arguments: dict[str, Any] = {NAMES.get(name, name): x for name, x in given.items()}
-    if problem.extra_layout:
-        arguments["extra_layout"] = problem.extra_layout
-    function(**arguments, layout=problem.layout, scale=problem.scale, out=out, lse=lse, fixed_split=fixed_split)
-    return out, lse
+    return attend(
+        problem, tuple(given.values()), scale=problem.scale, out=out, lse=lse, fixed_split=fixed_split
+    )  # fmt: skip
 
 
 def inputs_of(problem: SparseProblem, dist: str) -> dict[str, Any]:
@@ -96,9 +88,7 @@ def wider(given: dict[str, Any], columns: int) -> dict[str, Any]:
 @pytest.mark.parametrize("dist", ["normal", "unseen", "empty"])
 def test_right(problem: SparseProblem, dist: str) -> None:
     given = inputs_of(problem, dist)
-    found = call(problem, given)
-    verdict = compare(WORKLOAD, found, reference(problem, *given.values()), bounds(dist))
-    assert verdict.ok, verdict.reason
+    right(problem, tuple(given.values()), call(problem, given), dist)
 
 
 @pytest.mark.parametrize("dist", ["normal", "empty"])
@@ -175,10 +165,7 @@ def test_right_on_the_cases_that_break_kernels(problem: SparseProblem) -> None:
 def test_a_graph_replays_with_other_inputs() -> None:
     problem = PROBLEMS[2]
     given, other = inputs_of(problem, "normal"), inputs_of(problem, "empty")
-    call(problem, given)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call(problem, given)
+    graph, found = captured(lambda: call(problem, given))
     for name, x in given.items():
         x.copy_(other[name])
     graph.replay()

@@ -4,10 +4,6 @@ torch version computes."""
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_fakes import CpuEngine, serve_on_cpu  # noqa: E402
+from public_calls import NAMES, same  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from mla_var3.catalogue import registry  # noqa: E402
@@ -22,6 +19,7 @@ from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_mla as api  # noqa: E402
 from mla_var3.ops import packed_mla_decode, sparse_mla_decode, ways  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem, input_names, make_inputs, reference  # noqa: E402
+from running import in_tritons_interpreter  # noqa: E402
 
 SPARSE = "torch/sparse_mla"
 OP = torch.ops.mla_var3.sparse_mla_decode
@@ -51,10 +49,6 @@ DENSE = {
         "v41": {"layout": "v41_planar", "page": 4},
     }.items()
 }
-#: Arguments by names of the workload's inputs.
-NAMES = {
-    "cache": "kv_cache", "lengths": "topk_lens", "scale": "cache_scale", "extra_lengths": "extra_topk_lens",
-}  # fmt: skip
 FLASH_MLA = {
     "cache": "k_cache", "lengths": "topk_length", "sink": "attn_sink", "extra_cache": "extra_k_cache",
     "extra_indices": "extra_indices_in_kvcache", "extra_lengths": "extra_topk_length",
@@ -84,10 +78,6 @@ def call_of(problem: SparseProblem, names: dict[str, str] = NAMES, **options: An
 def wanted_of(problem: SparseProblem) -> tuple[Any, Any]:
     out, lse = reference(problem, *make_inputs(problem, "cpu", seed=1, dist=dist_of(problem)))
     return out.bfloat16(), lse.float()
-
-
-def same(found: Any, wanted: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 # ---------------------------------------------------------------- against the oracle
@@ -283,7 +273,7 @@ def test_no_request_is_no_call() -> None:
 FOLLOWING = """
 import torch
 from ops_fakes import CpuEngine
-from test_sparse_mla_decode import DENSE, NAMES, PROBLEMS, call_of
+from test_sparse_mla_decode import DENSE, PROBLEMS, call_of
 from mla_var3.check.judge import compare
 from mla_var3.ops import packed_mla_decode, sparse_mla_decode
 from mla_var3.workload.sparse_decode import WORKLOAD, bounds, make_inputs, reference
@@ -346,13 +336,9 @@ print("followed")
 
 
 @pytest.mark.slow
-def test_a_kept_triton_kernel_follows_the_tensors_of_each_call(repo_root: Path) -> None:
+def test_a_kept_triton_kernel_follows_the_tensors_of_each_call() -> None:
     pytest.importorskip("triton")
-    source = os.pathsep.join([str(repo_root / "src"), str(repo_root / "tests/ops"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": source}
-    words = [sys.executable, "-c", FOLLOWING]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    assert "followed" in done.stdout, done.stderr[-3000:]
+    assert "followed" in in_tritons_interpreter("-c", FOLLOWING)
 
 
 # ---------------------------------------------------------------- operators

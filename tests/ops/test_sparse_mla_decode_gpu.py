@@ -14,21 +14,18 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import same_bits  # noqa: E402
+from public_calls import right  # noqa: E402
 
-from mla_var3.check.judge import compare  # noqa: E402
-from mla_var3.lab.naming import cell_name  # noqa: E402
 from mla_var3.ops import flash_mla, packed_mla_decode, rope_append, sparse_mla_decode  # noqa: E402
 from mla_var3.packed_cache import LAYOUTS, new_cache  # noqa: E402
 from mla_var3.workload.packed_append import PackedAppendProblem  # noqa: E402
 from mla_var3.workload.rope import rope_table  # noqa: E402
 from mla_var3.workload.sparse_decode import (  # noqa: E402
-    WORKLOAD,
     SparseProblem,
-    bounds,
     input_names,
     make_inputs,
-    reference,
 )
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -126,11 +123,6 @@ def attend(problem: SparseProblem, inputs: tuple[Any, ...], meta: Any = None) ->
     )
 
 
-def right(problem: SparseProblem, found: tuple[Any, Any], inputs: tuple[Any, ...], dist: str) -> None:
-    verdict = compare(WORKLOAD, found, reference(problem, *inputs), bounds(dist))
-    assert verdict.ok, f"{cell_name(problem)} {dist}: {verdict.reason}"
-
-
 @pytest.mark.parametrize("page", sorted({page for _, _, page in SIZES}))
 @pytest.mark.parametrize("layout", LAYOUTS_ASKED)
 def test_as_flash_mla_asks(layout: str, page: int) -> None:
@@ -138,7 +130,7 @@ def test_as_flash_mla_asks(layout: str, page: int) -> None:
     assert asked
     for seed, problem in enumerate(asked):
         inputs = make_inputs(problem, "cuda", seed=seed)
-        right(problem, attend(problem, inputs), inputs, "flashmla")
+        right(problem, inputs, attend(problem, inputs), "flashmla")
 
 
 @pytest.mark.parametrize("sink", [False, True])
@@ -149,7 +141,7 @@ def test_as_flash_mla_asks_in_its_corners(layout: str, dist: str, sink: bool) ->
     for seed, problem in enumerate(corners(layout, sink)):
         inputs = make_inputs(problem, "cuda", seed=seed, dist=dist)
         out, lse = attend(problem, inputs)
-        right(problem, (out, lse), inputs, dist)
+        right(problem, inputs, (out, lse), dist)
         if dist == "none":
             assert not out.any() and bool(torch.isposinf(lse).all())
 
@@ -158,17 +150,14 @@ def test_a_captured_call_follows_indices_lengths_and_cache() -> None:
     problem = CAPTURED
     inputs = make_inputs(problem, "cuda", seed=1)
     meta, _ = flash_mla.get_mla_metadata()
-    attend(problem, inputs, meta)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = attend(problem, inputs, meta)
+    graph, made = captured(lambda: attend(problem, inputs, meta))
     for seed in (2, 3):
         for old, new in zip(inputs, make_inputs(problem, "cuda", seed=seed, dist="holes"), strict=True):
             old.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        right(problem, captured, inputs, "holes")
-        assert all(same_bits(a, b) for a, b in zip(captured, attend(problem, inputs, meta), strict=True))
+        right(problem, inputs, made, "holes")
+        assert all(same_bits(a, b) for a, b in zip(made, attend(problem, inputs, meta), strict=True))
 
 
 @pytest.mark.parametrize("page", DENSE_PAGES)
@@ -184,7 +173,7 @@ def test_dense_decode_over_packed_caches_under_flash_mla_s_name(layout: str, pag
             found = flash_mla.flash_mla_with_kvcache(
                 q, cache, table, lens, 512, meta, causal=True, is_fp8_kvcache=True
             )  # fmt: skip
-            right(problem, found, inputs, dist)
+            right(problem, inputs, found, dist)
 
 
 def test_a_captured_dense_call_follows_lengths_and_pages() -> None:
@@ -192,18 +181,15 @@ def test_a_captured_dense_call_follows_lengths_and_pages() -> None:
     inputs = make_inputs(problem, "cuda", seed=1)
     q, cache, table, lens, scale, sink = inputs
     options: dict[str, Any] = {"layout": "flat", "cache_scale": scale, "sink": sink, "scale": 0.04, "return_lse": True}
-    packed_mla_decode(q, cache, table, lens, **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = packed_mla_decode(q, cache, table, lens, **options)
+    graph, made = captured(lambda: packed_mla_decode(q, cache, table, lens, **options))
     for seed, of in ((2, problem.replace(lengths=False)), (3, problem)):
         for old, new in zip(inputs, make_inputs(of, "cuda", seed=seed, dist="unseen"), strict=True):
             old.copy_(new)
         graph.replay()
         torch.cuda.synchronize()
-        right(problem, captured, inputs, "unseen")
+        right(problem, inputs, made, "unseen")
         eager = packed_mla_decode(q, cache, table, lens, **options)
-        assert all(same_bits(a, b) for a, b in zip(captured, eager, strict=True))
+        assert all(same_bits(a, b) for a, b in zip(made, eager, strict=True))
 
 
 def test_pages_that_lie_apart_and_a_traced_call() -> None:
@@ -214,7 +200,7 @@ def test_pages_that_lie_apart_and_a_traced_call() -> None:
     wide[:, :61] = inputs[1]
     inputs[1] = wide[:, :61]
     both = sparse_mla_decode(*inputs, return_lse=True)
-    right(problem, both, tuple(inputs), "flashmla")
+    right(problem, tuple(inputs), both, "flashmla")
     step = torch.compile(lambda *x: sparse_mla_decode(*x, return_lse=True), backend="eager", fullgraph=True)
     assert all(same_bits(a, b) for a, b in zip(step(*inputs), both, strict=True))
 
@@ -239,7 +225,7 @@ def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None
     problem, dense_problem = read_back(appended)
     inputs = (queries[:, None], cache, indices[:, None], *([] if scale is None else [scale]))
     found = sparse_mla_decode(*inputs[:3], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
-    right(problem, found, inputs, "flashmla")
+    right(problem, inputs, found, "flashmla")
     # Half of the tokens again, as one request's, in order; nothing is written behind them in its last page.
     count = n // 2 - 3
     cache.as_strided((8 * cache.stride(0),), (1,)).fill_(255)
@@ -250,7 +236,7 @@ def test_what_was_appended_is_attended_to(appended: PackedAppendProblem) -> None
     lens = torch.tensor([count], dtype=torch.int32, device="cuda")
     inputs = (queries[:1, None], cache, pages[None], lens, *([] if scale is None else [scale]))
     found = packed_mla_decode(*inputs[:4], layout=layout, scale=0.04, cache_scale=scale, return_lse=True)
-    right(dense_problem, found, inputs, "flashmla")
+    right(dense_problem, inputs, found, "flashmla")
 
 
 @pytest.mark.parametrize("fields", [{}, {**V41, "layout": "v4", "extra_layout": ""}, V41], ids=["v32", "v4", "v41"])
@@ -259,7 +245,7 @@ def test_strides_are_read_and_not_copied(fields: dict[str, Any]) -> None:
     problem = SparseProblem(b=8, s=2, h=64, t=4096, strided=True, **fields)
     inputs = make_inputs(problem, "cuda", seed=3)
     assert not inputs[0].is_contiguous()
-    right(problem, attend(problem, inputs), inputs, "flashmla")
+    right(problem, inputs, attend(problem, inputs), "flashmla")
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         attend(problem, inputs)
@@ -283,7 +269,7 @@ def test_a_traced_call_with_caches_of_v41_gives_the_same_bits(planar: bool) -> N
         return sparse_mla_decode(**options, **layouts, return_lse=True)
 
     both = step(*given.values())
-    right(problem, both, inputs, "flashmla")
+    right(problem, inputs, both, "flashmla")
     traced = torch.compile(step, backend="eager", fullgraph=True)(*given.values())
     assert all(same_bits(a, b) for a, b in zip(traced, both, strict=True))
 
@@ -297,10 +283,7 @@ def test_a_captured_call_follows_rows_that_become_short_and_full_again(name: str
     inputs = make_inputs(problem, "cuda", seed=4)
     indices = inputs[input_names(problem).index(name)]
     full = indices.clone()
-    results = attend(problem, inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = attend(problem, inputs)
+    graph, results = captured(lambda: attend(problem, inputs))
     rng = torch.Generator().manual_seed(5)
     for share in (0.0, 0.5, 0.0, 0.9, 1.0, 0.3, 0.0):
         indices.copy_(full)
@@ -310,4 +293,4 @@ def test_a_captured_call_follows_rows_that_become_short_and_full_again(name: str
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
-        right(problem, results, inputs, "flashmla")
+        right(problem, inputs, results, "flashmla")

@@ -10,11 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from ops_gpu import compile_ahead  # noqa: E402
+from public_calls import attend, touched  # noqa: E402
 
-from mla_var3.ops import flash_mla, mla_decode, packed_mla_decode, sparse_mla_decode  # noqa: E402
+from mla_var3.ops import flash_mla  # noqa: E402
 from mla_var3.workload import decode, sparse_decode  # noqa: E402
 from mla_var3.workload.decode import MlaProblem, apart  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem  # noqa: E402
+from running import captured  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -60,16 +62,7 @@ def compiled() -> None:
 
 
 def call(problem: Any, inputs: tuple[Any, ...], **options: Any) -> Any:
-    options = {"return_lse": True, "scale": 0.05, **options}
-    if isinstance(problem, MlaProblem):
-        options |= {"causal": problem.causal, "head_dim_v": problem.k, **decode.fifth_input(*inputs)}
-        return mla_decode(*inputs[:4], **options)
-    names = {"cache": "kv_cache", "scale": "cache_scale", "lengths": "topk_lens", "extra_lengths": "extra_topk_lens"}
-    given = {names.get(k, k): x for k, x in sparse_decode.named(problem, *inputs).items()}
-    if problem.extra_layout:
-        options["extra_layout"] = problem.extra_layout
-    function = packed_mla_decode if problem.paged else sparse_mla_decode
-    return function(**given, layout=problem.layout, **options)
+    return attend(problem, inputs, **{"scale": 0.05, **options})
 
 
 def made(problem: Any, seed: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -102,13 +95,6 @@ def differs(found: Any, wanted: Any, what: str) -> str:
                 f"{at[-1].tolist()}, by up to {error}, NaN {int(a.isnan().sum())} where {int(b.isnan().sum())}"
             )
     return "; ".join(lines)
-
-
-def touched(view: Any, mark: float) -> int:
-    """How many elements of the memory around a view no longer hold a mark."""
-    room = view.new_empty(0).set_(view.untyped_storage()).clone()
-    room.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(mark)
-    return int((room != mark).sum())
 
 
 def names_of(problem: Any) -> tuple[str, ...]:
@@ -178,9 +164,7 @@ def test_a_compiled_function_and_a_graph_read_and_write_strides(problem: Any) ->
     assert [touched(x, 7.0) for x in found] == [0, 0]
     for x in found:
         x.zero_()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(problem, strided, out=found[0], lse=found[1])
+    graph, _ = captured(lambda: call(problem, strided, out=found[0], lse=found[1]))
     for seed in (1, 2):
         plain, again = made(problem, seed)
         for old, new in zip(strided, again, strict=True):

@@ -153,7 +153,7 @@ def test_this_version_s_source_decides(made: Any, tmp_path: Path) -> None:
     """A registered version is known by the hash of its files and lib."""
     from mla_var3.catalogue import registry
 
-    kernel = registry.find("flash_mla", 0, "triton")[0]
+    kernel = registry.KernelId.parse("triton/flash_mla")
     compiler = Compiler(made)
     get(compiler, tmp_path, source=aot.Source(registry.source_hash(kernel)))
     assert aot.source_of_file(kernel.path).hash == registry.source_hash(kernel)

@@ -12,13 +12,12 @@ torch = pytest.importorskip("torch")
 
 from mla_var3 import cli, workload  # noqa: E402
 from mla_var3.check.judge import check  # noqa: E402
-from mla_var3.device import Device, Requirement  # noqa: E402
-from mla_var3.errors import Verdict  # noqa: E402
+from mla_var3.device import Requirement  # noqa: E402
 from mla_var3.lab import naming  # noqa: E402
 from mla_var3.lab.report.gather import arrange, command  # noqa: E402
 from mla_var3.lab.sweep import config, plan  # noqa: E402
 from mla_var3.record import Record  # noqa: E402
-from mla_var3.runtime import KernelPlan, Tiling, TorchKernel  # noqa: E402
+from torch_plan import TorchPlan  # noqa: E402
 
 #: Root-mean-square norm of rows: no attention, no requests, no cache.
 NORM = """
@@ -89,32 +88,17 @@ def norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[workload.W
     workload.get.cache_clear()
 
 
-def plan_of(norm: workload.Workload, scale: float = 1.0) -> type[KernelPlan]:
-    class NoKnobs(Tiling):
-        def validate(self, pd: Any, device: Device | None = None) -> Verdict:
-            return Verdict.yes()
-
-    class NormPlan(KernelPlan):
+def plan_of(norm: workload.Workload, scale: float = 1.0) -> type[TorchPlan]:
+    class NormPlan(TorchPlan):
         workload = norm
-        tiling_type = NoKnobs
         requires = Requirement(archs=())
 
-        def default_tiling(self) -> Tiling:
-            return NoKnobs()
-
-        def autotune_configs(self) -> list[Tiling]:
-            return []
-
-        def plan(self, *inputs: Any) -> TorchKernel:
-            def compute(x: Any) -> tuple[Any]:
+        def plan(self, *inputs: Any) -> Any:
+            def run(x: Any) -> tuple[Any]:
                 y = x.float()
                 return ((scale * y * torch.rsqrt(y.square().mean(-1, keepdim=True))).to(x.dtype),)
 
-            outputs = (torch.empty_like(inputs[0]),)
-            return TorchKernel(compute, name="norm", input_tensors=inputs, output_tensors=outputs, plan=self)
-
-        def plan_empty(self) -> TorchKernel:
-            return TorchKernel(lambda x: (x,), name="norm", plan=self)
+            return self.kernel(run, inputs, (torch.empty_like(inputs[0]),))
 
     return NormPlan
 

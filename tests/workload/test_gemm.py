@@ -4,7 +4,6 @@ from wrong ones."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,9 +11,7 @@ import torch
 
 from mla_var3.check.judge import check
 from mla_var3.device import Requirement
-from mla_var3.errors import UserError, Verdict
-from mla_var3.runtime import KernelPlan, TorchKernel
-from mla_var3.runtime.types import Tiling
+from mla_var3.errors import UserError
 from mla_var3.workload.gemm import (
     CASES,
     DISTRIBUTIONS,
@@ -25,42 +22,28 @@ from mla_var3.workload.gemm import (
     product,
     reference,
 )
+from torch_plan import TorchPlan
 
 Q = GemmProblem(tokens=5, h=3, k=96, p=16, d=32)
 OUT = Q.replace(side="out")
 EVERYWHERE = [name for name in CASES if name not in ("planned_many", "far")]
 
 
-def plan_of(compute: Callable[[GemmProblem, Any, Any], Any]) -> type[KernelPlan]:
+def plan_of(compute: Callable[[GemmProblem, Any, Any], Any]) -> type[TorchPlan]:
     """Plan of a kernel that writes `compute`'s columns, from the first on."""
 
-    @dataclass(frozen=True)
-    class NoTiling(Tiling):
-        def validate(self, pd: Any, device: Any = None) -> Verdict:
-            return Verdict.yes()
-
-    class Plan(KernelPlan):
+    class Plan(TorchPlan):
         workload = WORKLOAD
-        tiling_type = NoTiling
         requires = Requirement(archs=())
 
-        def default_tiling(self) -> Tiling:
-            return NoTiling()
-
-        def autotune_configs(self) -> list[Tiling]:
-            return []
-
-        def plan(self, *inputs: Any) -> TorchKernel:
+        def plan(self, *inputs: Any) -> Any:
             out = new_output(self.problem, inputs[0])
 
             def run(x: Any, weight: Any) -> tuple[Any]:
                 made = compute(self.problem, x, weight).to(out.dtype)
                 return (torch.cat([made, out[..., made.shape[-1] :]], dim=-1),)
 
-            return TorchKernel(run, name="x", input_tensors=inputs, output_tensors=(out,), plan=self)
-
-        def plan_empty(self) -> TorchKernel:
-            return TorchKernel(lambda *given: given, name="x", plan=self)
+            return self.kernel(run, inputs, (out,))
 
     return Plan
 

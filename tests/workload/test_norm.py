@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,9 +11,7 @@ import torch
 
 from mla_var3.check.judge import check
 from mla_var3.device import Requirement
-from mla_var3.errors import UserError, Verdict
-from mla_var3.runtime import KernelPlan, TorchKernel
-from mla_var3.runtime.types import Tiling
+from mla_var3.errors import UserError
 from mla_var3.workload.norm import (
     CASES,
     DISTRIBUTIONS,
@@ -24,6 +22,7 @@ from mla_var3.workload.norm import (
     new_outputs,
     reference,
 )
+from torch_plan import TorchPlan
 
 PROBLEMS = [
     NormProblem(rows=5, width=96),
@@ -33,30 +32,14 @@ PROBLEMS = [
 EVERYWHERE = [name for name in CASES if name not in ("planned_many", "far")]
 
 
-def plan_of(compute: Callable[..., tuple[Any, ...]]) -> type[KernelPlan]:
-    @dataclass(frozen=True)
-    class NoTiling(Tiling):
-        def validate(self, pd: Any, device: Any = None) -> Verdict:
-            return Verdict.yes()
-
-    class Plan(KernelPlan):
+def plan_of(compute: Callable[..., tuple[Any, ...]]) -> type[TorchPlan]:
+    class Plan(TorchPlan):
         workload = WORKLOAD
-        tiling_type = NoTiling
         requires = Requirement(archs=())
 
-        def default_tiling(self) -> Tiling:
-            return NoTiling()
-
-        def autotune_configs(self) -> list[Tiling]:
-            return []
-
-        def plan(self, *inputs: Any) -> TorchKernel:
-            outputs = new_outputs(self.problem, inputs[0])
-            run = lambda *given: compute(self.problem, *given)  # noqa: E731
-            return TorchKernel(run, name="x", input_tensors=inputs, output_tensors=outputs, plan=self)
-
-        def plan_empty(self) -> TorchKernel:
-            return TorchKernel(lambda *given: given, name="x", plan=self)
+        def plan(self, *inputs: Any) -> Any:
+            run = functools.partial(compute, self.problem)
+            return self.kernel(run, inputs, new_outputs(self.problem, inputs[0]))
 
     return Plan
 

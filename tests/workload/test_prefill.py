@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -10,45 +9,28 @@ import torch
 
 from mla_var3.check.judge import check
 from mla_var3.device import Requirement
-from mla_var3.errors import UserError, Verdict
-from mla_var3.runtime import KernelPlan, TorchKernel
-from mla_var3.runtime.types import Tiling
+from mla_var3.errors import UserError
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.prefill import CASES, LENGTH_NAMES, WORKLOAD, PrefillProblem, make_inputs, prefill_reference
+from torch_plan import TorchPlan
 
 PROBLEM = PrefillProblem(b=2, s=70, h=2, causal=True)
 
 
-@dataclass(frozen=True)
-class NoTiling(Tiling):
-    def validate(self, pd: Any, device: Any = None) -> Verdict:
-        return Verdict.yes()
-
-
-class OraclePlan(KernelPlan):
+class OraclePlan(TorchPlan):
     """The oracle as a kernel; subclasses spoil it."""
 
     workload = WORKLOAD
-    tiling_type = NoTiling
     requires = Requirement(archs=(), options=("strided_kv", "grouped"))
-
-    def default_tiling(self) -> Tiling:
-        return NoTiling()
-
-    def autotune_configs(self) -> list[Tiling]:
-        return []
 
     def compute(self, *inputs: Any) -> tuple[Any, ...]:
         return prefill_reference(*inputs, scale=self.problem.scale, causal=self.problem.causal)
 
-    def plan(self, *inputs: Any) -> TorchKernel:
+    def plan(self, *inputs: Any) -> Any:
         q, _, v, *_ = inputs
         out = q.new_empty((*q.shape[:2], v.shape[2]))
         lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-        return TorchKernel(self.compute, name="x", input_tensors=inputs, output_tensors=(out, lse), plan=self)
-
-    def plan_empty(self) -> TorchKernel:
-        return TorchKernel(self.compute, name="x", plan=self)
+        return self.kernel(self.compute, inputs, (out, lse))
 
 
 def test_shapes_and_seeds() -> None:
@@ -246,7 +228,7 @@ class ChangesInputs(OraclePlan):
 
 
 class LeavesRows(OraclePlan):
-    def plan(self, *inputs: Any) -> TorchKernel:
+    def plan(self, *inputs: Any) -> Any:
         kernel = super().plan(*inputs)
         kernel.launch = lambda: None  # type: ignore[method-assign]
         return kernel
@@ -272,7 +254,7 @@ class WritesBehind(OraclePlan):
 
 
 class PlansLengths(OraclePlan):
-    def plan(self, *inputs: Any) -> TorchKernel:
+    def plan(self, *inputs: Any) -> Any:
         kept = [x.clone() for x in inputs[3:]]
         kernel = super().plan(*inputs)
         kernel.fn = lambda q, k, v, *_: self.compute(q, k, v, *kept)

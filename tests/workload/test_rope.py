@@ -5,7 +5,6 @@ from __future__ import annotations
 import cmath
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ import torch
 
 from mla_var3.check.judge import check
 from mla_var3.device import Requirement
-from mla_var3.errors import UserError, Verdict
-from mla_var3.runtime import KernelPlan, TorchKernel
-from mla_var3.runtime.types import Tiling
+from mla_var3.errors import UserError
 from mla_var3.workload.rope import (
     CASES,
     WORKLOAD,
@@ -28,31 +25,20 @@ from mla_var3.workload.rope import (
     rope_table,
     rotated,
 )
+from torch_plan import TorchPlan
 
 PROBLEM = RopeProblem(tokens=5, h=3, positions=512)
 EVERYWHERE = [name for name in CASES if name != "planned_many"]
 
 
-def plan_of(spoil: Callable[[RopeProblem, Any, Any], None]) -> type[KernelPlan]:
+def plan_of(spoil: Callable[[RopeProblem, Any, Any], None]) -> type[TorchPlan]:
     """The oracle as a kernel, whose outputs are spoiled before they count."""
 
-    @dataclass(frozen=True)
-    class NoTiling(Tiling):
-        def validate(self, pd: Any, device: Any = None) -> Verdict:
-            return Verdict.yes()
-
-    class Plan(KernelPlan):
+    class Plan(TorchPlan):
         workload = WORKLOAD
-        tiling_type = NoTiling
         requires = Requirement(archs=())
 
-        def default_tiling(self) -> Tiling:
-            return NoTiling()
-
-        def autotune_configs(self) -> list[Tiling]:
-            return []
-
-        def plan(self, *inputs: Any) -> TorchKernel:
+        def plan(self, *inputs: Any) -> Any:
             outputs = new_outputs(self.problem, inputs[0])
 
             def run(*given: Any) -> tuple[Any, ...]:
@@ -61,10 +47,7 @@ def plan_of(spoil: Callable[[RopeProblem, Any, Any], None]) -> type[KernelPlan]:
                 spoil(self.problem, given, both)
                 return tuple(both)
 
-            return TorchKernel(run, name="x", input_tensors=inputs, output_tensors=outputs, plan=self)
-
-        def plan_empty(self) -> TorchKernel:
-            return TorchKernel(lambda *given: given, name="x", plan=self)
+            return self.kernel(run, inputs, outputs)
 
     return Plan
 

@@ -4,10 +4,10 @@ mistakes."""
 # ruff: noqa: E402 - the imports below need what importorskip found
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,10 +16,8 @@ torch = pytest.importorskip("torch")
 
 from mla_var3.check.judge import check
 from mla_var3.device import Requirement
-from mla_var3.errors import UserError, Verdict
+from mla_var3.errors import UserError
 from mla_var3.packed_cache import LAYOUTS, fields, unpack
-from mla_var3.runtime import KernelPlan, TorchKernel
-from mla_var3.runtime.types import Tiling
 from mla_var3.workload.decode import APART
 from mla_var3.workload.sparse_decode import (
     CASES,
@@ -35,6 +33,7 @@ from mla_var3.workload.sparse_decode import (
     new_outputs,
     reference,
 )
+from torch_plan import TorchPlan
 
 V32 = SparseProblem(b=2, s=2, h=3, t=70, topk=20, page=16)
 V4 = V32.replace(layout="v4", lengths=True, sink=True, extra=9, extra_t=30, extra_page=5, extra_lengths=True)
@@ -356,32 +355,14 @@ def test_scales_codes_and_subnormals() -> None:
 
 
 # ---------------------------------------------------------------- the check
-def plan_of(compute: Callable[..., tuple[Any, ...]]) -> type[KernelPlan]:
-    """A kernel of torch operations."""
-
-    @dataclass(frozen=True)
-    class NoTiling(Tiling):
-        def validate(self, pd: Any, device: Any = None) -> Verdict:
-            return Verdict.yes()
-
-    class Plan(KernelPlan):
+def plan_of(compute: Callable[..., tuple[Any, ...]]) -> type[TorchPlan]:
+    class Plan(TorchPlan):
         workload = WORKLOAD
-        tiling_type = NoTiling
         requires = Requirement(archs=(), options=("paged", "strided", "v41"))
 
-        def default_tiling(self) -> Tiling:
-            return NoTiling()
-
-        def autotune_configs(self) -> list[Tiling]:
-            return []
-
-        def plan(self, *inputs: Any) -> TorchKernel:
-            outputs = new_outputs(self.problem, inputs[0])
-            run = lambda *given: compute(self.problem, *given)  # noqa: E731
-            return TorchKernel(run, name="x", input_tensors=inputs, output_tensors=outputs, plan=self)
-
-        def plan_empty(self) -> TorchKernel:
-            return TorchKernel(lambda *given: given, name="x", plan=self)
+        def plan(self, *inputs: Any) -> Any:
+            run = functools.partial(compute, self.problem)
+            return self.kernel(run, inputs, new_outputs(self.problem, inputs[0]))
 
     return Plan
 

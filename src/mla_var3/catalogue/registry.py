@@ -212,26 +212,6 @@ def standings() -> dict[str, str]:
     return {k.label: "new" if begun(k) else "newest" if k in newest else "kept" for k in own}
 
 
-def find(design: str, version: int | None = None, language: str | None = None) -> list[KernelId]:
-    """Versions of a design, of one version or language if given; a `UserError` names the nearest valid choice."""
-    kernels = all_kernels()
-    if language is not None and language not in LANGUAGES:
-        raise UserError(f"language {language!r} is unknown: {nearest(language, LANGUAGES)}.")
-    if design not in {k.design for k in kernels}:
-        raise UserError(f"design {design!r} is unknown: {nearest(design, {k.design for k in kernels})}.")
-    some = [k for k in kernels if k.design == design and language in (None, k.language)]
-    if not some:
-        have = ", ".join(sorted({k.language for k in kernels if k.design == design}))
-        raise UserError(f"design {design!r} has no {language} version; it is written in: {have}.")
-    if version is None:
-        return some
-    exact = [k for k in some if k.version == version]
-    if not exact:
-        have = ", ".join(str(v) for v in sorted({k.version for k in some}))
-        raise UserError(f"design {design!r} has no version {version}; valid: {have}.")
-    return exact
-
-
 def missing(what: str | KernelId) -> str | None:
     """Why a language, or one version, cannot be used here and how to get it, in one sentence; None when it can.
 

@@ -290,23 +290,12 @@ def _engines() -> Iterator[Finding]:
 
 
 # ---------------------------------------------------------------- profilers
-def find_tool(name: str) -> str | None:
-    """Path of a profiler: on PATH, or where NVIDIA's packages put it."""
-    found = shutil.which(name)
-    if found:
-        return found
-    places = ["/usr/local/cuda/bin", "/opt/nvidia/nsight-compute", "/opt/nvidia/nsight-systems"]
-    for place in map(Path, places):
-        for path in sorted(place.glob(name)) + sorted(place.glob(f"*/{name}")) + sorted(place.glob(f"*/bin/{name}")):
-            if os.access(path, os.X_OK) and path.is_file():
-                return str(path)
-    return None
-
-
 def _profilers() -> Iterator[Finding]:
+    from mla_var3.lab.profiling.modes import tools
+
     state = MISSING if shutil.which("nvidia-smi") else NOTE  # of no use without a GPU
     for name, how in TOOLS.items():
-        path = find_tool(name)
+        path = tools.find(name)
         yield Finding("profiler", OK, f"{name} at {path}") if path else Finding("profiler", state, f"no {name}", how)
     yield counters()
 

@@ -65,7 +65,7 @@ def test_what_a_page_shows_and_clones_is_made_by_it(root: Path) -> None:
     uses = f"mla-var3 check triton/gate peer/gate_lib; edit {kernel}"
     assert not list(named.check(shown + peers + uses, root, LABELS))
     assert len(list(named.check(uses, root, LABELS))) == 3
-    after = max(k.version for k in registry.find("rmsnorm", language="triton")) + 1
+    after = max(k.version for k in registry.all_kernels() if (k.language, k.design) == ("triton", "rmsnorm")) + 1
     clones = f"mla-var3 clone triton/rmsnorm\nmla-var3 check triton/rmsnorm_v{after}"
     assert not list(named.check(clones, root, LABELS))
     (found,) = named.check(clones.replace(f"_v{after}", f"_v{after + 1}"), root, LABELS)

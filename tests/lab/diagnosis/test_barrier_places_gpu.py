@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from mla_var3.lab.diagnosis import reports, sanitizer
+from mla_var3.lab.diagnosis import reports
+from mla_var3.lab.profiling.modes import tools
 
 pytestmark = pytest.mark.gpu
 KERNEL = Path(__file__).with_name("barrier_places.py")
@@ -37,7 +38,7 @@ KERNEL = Path(__file__).with_name("barrier_places.py")
     ],
 )
 def test_what_the_tool_says(tool: str, variant: str, reported: bool, right: bool) -> None:
-    exe = sanitizer.find()
+    exe = tools.find("compute-sanitizer")
     if exe is None:
         pytest.skip("compute-sanitizer is not here")
     words = [str(exe), "--tool", tool, sys.executable, str(KERNEL), *variant.split()]

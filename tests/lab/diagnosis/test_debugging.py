@@ -21,6 +21,7 @@ from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.lab.diagnosis import debugging, reports, sanitizer, watched
+from mla_var3.lab.profiling.modes import tools
 from mla_var3.workload.decode import MlaProblem
 
 KERNEL, SMALL = KernelId("triton", "mla", "flash_mla", 0), MlaProblem(b=2, h=16, t=100)
@@ -87,7 +88,7 @@ def fake(folder: Path, text: str, status: int = 0, sleep: float = 0) -> Path:
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder that alone is searched."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    monkeypatch.setattr(sanitizer, "_PLACES", ())
+    monkeypatch.setattr(tools, "_PLACES", {})
     return tmp_path / "bin"
 
 

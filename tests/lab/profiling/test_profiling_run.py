@@ -15,6 +15,7 @@ from typing import Any
 import profiling_fakes as fakes
 import pytest
 
+import made_up
 from mla_var3 import cli
 from mla_var3.catalogue import registry
 from mla_var3.catalogue.registry import KernelId
@@ -26,7 +27,7 @@ from mla_var3.lab.profiling.modes.event import Timing
 from mla_var3.lab.profiling.request import Request, baseline_of, version_before
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.measure import environment
-from mla_var3.record import KernelRef, Record, new_id
+from mla_var3.record import KernelRef, Record
 from mla_var3.workload.decode import MlaProblem
 
 H200 = Device.get("h200")
@@ -422,15 +423,9 @@ def test_the_target_refuses_without_a_gpu(
 
 # ---------------------------------------------------------------- the sweep
 def record(status: str = "passed") -> Record:
-    stats = {"median": 200.0, "p10": 200.0, "p90": 200.0, "n": 5}
-    data = {
-        "id": new_id(), "at": "2026-01-02T03:04:05Z", "experiment": "x", "status": status,
-        "reason": "" if status == "passed" else "it is wrong",
-        "kernel": TRITON.to_record(), "problem": PROBLEM.to_record(), "tiling": {"tile_m": 64}, "device": "h200",
-        "source": {"hash": "0"}, "time_us": {"burst": stats} if status == "passed" else None,
-        "error": {"out": 1e-3, "lse": 1e-7},
-    }  # fmt: skip
-    return Record.model_validate(data)
+    right = status == "passed"
+    own = {"status": status, "reason": "" if right else "it is wrong", "tiling": {"tile_m": 64}}
+    return made_up.record(TRITON, 200.0 if right else None, PROBLEM, limit=None, **own)
 
 
 def test_the_group_profile_is_refused_where_nothing_is_measured(

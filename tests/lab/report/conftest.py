@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+import made_up
 from mla_var3.record import Record
 from mla_var3.workload.decode import MlaProblem
 
 Make = Callable[..., Record]
-
-
-def split(label: str) -> dict[str, Any]:
-    """The kernel of a record, from its label."""
-    match = re.fullmatch(r"(.+)/(.+?)(?:_v(\d+))?", label)
-    assert match
-    return {"language": match[1], "layer": "mla", "design": match[2], "version": int(match[3] or 0)}
 
 
 @pytest.fixture
@@ -44,31 +37,22 @@ def make_record(
     problem: MlaProblem | None = None,
     **fields: Any,
 ) -> Record:
-    kernel = split(label)
     problem = problem or MlaProblem(b=1, t=4096)
-    data: dict[str, Any] = {
-        "id": f"{next(_numbers):012x}", "at": f"{day}T10:00:00Z", "experiment": "made-up", "status": status,
-        "reason": reason, "kernel": kernel, "problem": problem.to_record(), "device": device,
-        "source": {"commit": "c" * 12, "hash": "0" * 16},
-        "environment": {"gpu": device, "driver": "580", "packages": {"torch": torch}}, "requested": "default",
-        "mode": "time", "flops": problem.cost().flops, "bytes": problem.cost().bytes, "tiling": {"tile_m": 64},
+    own: dict[str, Any] = {
+        "id": f"{next(_numbers):012x}", "at": f"{day}T10:00:00Z", "status": status, "reason": reason, "device": device,
+        "source": {"commit": "c" * 12, "hash": "0" * 16}, "tiling": {"tile_m": 64},
+        "environment": {"gpu": device, "driver": "580", "packages": {"torch": torch}},
+        "flops": problem.cost().flops, "bytes": problem.cost().bytes,
     }  # fmt: skip
     if us is not None:
-        data["time_us"] = {
-            state: {"median": us * f, "p10": us * f * (1 - spread), "p90": us * f * (1 + spread), "n": 5}
-            for state, f in (("burst", 1.0), ("sustained", 1.1))
-        }
-        data |= {"error": {"out": 2e-3, "lse": 1e-6}, "method": "made up", "host_us": 4.0}
-        if limit is not None:
-            one = {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": limit}
-            data["limits"] = {"burst": one, "sustained": {**one, "limit_us": limit * 1.1}, "bound": "compute"}
-        if kernel["language"] != "peer":
+        own |= {"error": {"out": 2e-3, "lse": 1e-6}, "method": "made up", "host_us": 4.0}
+        if not label.startswith("peer/"):
             counts = {"HGMMA": 100, "UTMALDG": 10, "FFMA": 300, "BAR": 20, "LDL": 0, "total": 1000}
-            data["resources"] = {
+            own["resources"] = {
                 "registers": 168, "smem": 223232, "spill_bytes": 0, "stack_bytes": 0, "threads": 384, "ctas_per_sm": 1,
                 "instructions": counts,
             }  # fmt: skip
-    return Record.model_validate(data | fields)
+    return made_up.record(label, us, problem, limit=limit, hot=1.1, spread=spread, **(own | fields))
 
 
 KERNELS = (

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from mla_var3.device import Device
@@ -46,46 +45,3 @@ class PretendHand(Hand):
         outcome: dict[str, Any] = {"status": "infeasible", "reason": "nothing was measured"}
         records = unmeasured(cell.problem, cell.contenders, cell.device, settings, experiment=experiment, **outcome)
         return [record.to_json() for record in records]
-
-
-class HostBackend:
-    """Times torch on the CPU with the host's clock. Of two requests every answer is wrong."""
-
-    torch_device = "cpu"
-    times = True
-    clock = "perf_counter of a test"
-
-    def check(self, plan: Any, device: Any, quick: bool) -> Any:
-        return SimpleNamespace(ok=plan.problem.b != 2, reason="the answer is wrong", error={"out": 0.0, "lse": 0.0})
-
-    def capture(self, calls: Any, rotations: int, *, graph: bool = True, separated: bool = False) -> Any:
-        return lambda: [call() for _ in range(rotations) for call in calls]
-
-    def start(self, replay: Any, count: int) -> Any:
-        taken = []
-        for _ in range(count):
-            start = time.perf_counter()
-            replay()
-            taken.append((time.perf_counter() - start) * 1e6)
-        return SimpleNamespace(wait=lambda: taken)
-
-    def launches(self, call: Any) -> int | None:
-        return 1
-
-    def sensors(self) -> dict[str, float]:
-        return {"sm_mhz": 1980.0}
-
-    def idle(self, seconds: float) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def broken(self) -> bool:
-        return False
-
-    def release(self) -> None: ...
-
-    def limit_calls(self) -> Any:
-        return {key: (lambda: time.sleep(1e-4), 1e6) for key in ("matmul", "read", "copy")}
-
-    def cross_check_us(self, calls: Any, graph_ms: float) -> float:
-        return 21.0

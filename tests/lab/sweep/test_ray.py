@@ -28,6 +28,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 from mla_var3.lab.sweep import ray_  # noqa: E402
 
 HERE = str(Path(__file__).parent)
+FAKES = os.pathsep.join([HERE, str(Path(__file__).parents[2] / "measure")])
 STORE = 80_000_000
 KERNEL = "kernels=torch/flash_mla"
 
@@ -36,7 +37,7 @@ KERNEL = "kernels=torch/flash_mla"
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A head without GPUs and a node with two H100; its nodes find this folder's fakes, and note what they do."""
     folder = tmp_path_factory.mktemp("ray")
-    path = os.pathsep.join([HERE, str(paths.import_root()), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([FAKES, str(paths.import_root()), *filter(None, [os.environ.get("PYTHONPATH")])])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", path)
         patch.syspath_prepend(HERE)
@@ -103,11 +104,12 @@ def test_a_sweep_comes_to_what_it_does_here(log: Path, monkeypatch: pytest.Monke
     """Through real workers: one cell passes, one is wrong, one is too large, as on this machine."""
     words = [
         "experiment.cells=[{b: 1, t: 64, h: 16},{b: 2, t: 64, h: 16},{b: 8192, t: 131072, h: 16}]",
-        "bench=fast", "bench.backend=sweep_fakes:HostBackend", "bench.burst_rounds=1", "bench.graph_ms=0.1",
-        "bench.sustained_s=0.01", "bench.settle_s=0.0", "bench.overlap_probe=false", "bench.cold_mb=0.1",
+        "bench=fast", "bench.backend=bench_torch_fakes:TwoRequestsAreWrong", "bench.burst_rounds=1",
+        "bench.graph_ms=0.1", "bench.sustained_s=0.01", "bench.settle_s=0.0", "bench.overlap_probe=false",
+        "bench.cold_mb=0.1",
     ]  # fmt: skip
     there = sweep(ray_.Ray(), *words)
-    monkeypatch.setenv("PYTHONPATH", HERE)
+    monkeypatch.setenv("PYTHONPATH", FAKES)
     sweep(Local(Device.get("h100")), *words, "results_dir=here")
     here = load(Path("here")).records
     assert outcomes(there) == outcomes(here) and len(there) == len(here) == 3

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+import made_up
 from mla_var3 import cli, paths
 from mla_var3.catalogue import registry
 from mla_var3.catalogue.registry import KernelId
@@ -26,7 +27,7 @@ from mla_var3.lab.sweep import cpu as sweep_cpu
 from mla_var3.lab.sweep import plan as sweep_plan
 from mla_var3.lab.sweep import run as sweep
 from mla_var3.lab.sweep import run as sweep_run
-from mla_var3.record import Record, load, new_id, now
+from mla_var3.record import Record, load, now
 from mla_var3.runtime.plan import KernelPlan
 from mla_var3.runtime.types import Tiling
 from mla_var3.workload import decode
@@ -107,17 +108,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch, stop_after: int = 10**6) -> list[st
 def measured(contender: Any, problem: MlaProblem, device: Device, experiment: str = "x", us: float = 50.0) -> Record:
     from mla_var3.measure.cell import contender_key
 
-    stats = {"median": us, "p10": us - 1, "p90": us + 1, "n": 5}
-    limit = {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": us / 2}
-    return Record.model_validate(
-        {
-            "id": new_id(), "at": now(), "experiment": experiment, "status": "passed",
-            "kernel": contender.kernel.to_record(), "problem": problem.to_record(), "device": device.key,
-            "time_us": {"burst": stats, "sustained": stats}, "error": {"out": 1e-3, "lse": 1e-6},
-            "limits": {"burst": limit, "sustained": limit, "bound": "compute"},
-            "source": {"commit": None, "hash": "0"}, "requested": contender.requested, "mode": "time",
-            "key": contender_key(problem, contender, device),
-        }
+    own = {"at": now(), "requested": contender.requested, "key": contender_key(problem, contender, device)}
+    return made_up.record(
+        contender.kernel, us, problem, limit=us / 2, experiment=experiment, device=device.key, **own
     )  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def test_tilings_are_contenders_of_one_cell(monkeypatch: pytest.MonkeyPatch, tmp
 def test_a_cpu_checks_versions_of_every_workload_in_cases_that_it_has() -> None:
     pytest.importorskip("torch", reason="torch is not installed")
     for design in ("flash_mla", "rmsnorm", "absorb_gemm"):
-        (kernel,) = registry.find(design, 0, "torch")
+        kernel = registry.KernelId.parse(f"torch/{design}")
         workload = registry.get_plan(kernel).workload
         problem = workload.problem.from_record(workload.sample(True, {}))
         outcome = cpu.run_one(kernel, workload.small(problem), {})

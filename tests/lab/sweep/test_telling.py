@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+import made_up
 from mla_var3.catalogue import spoken
-from mla_var3.catalogue.registry import KernelId
 from mla_var3.lab.report import tables
 from mla_var3.lab.sweep import telling
 from mla_var3.record import Record
@@ -19,17 +19,7 @@ CELL, OTHER = MlaProblem(b=128, s=1, h=16, t=4096), MlaProblem(b=1, s=1, h=16, t
 
 def made(label: str, us: float, problem: MlaProblem = CELL, limit: float = 50.0, **fields: Any) -> Record:
     """A timed record of a version; equal limits are of one run."""
-    stats = {"median": us, "p10": us, "p90": us, "n": 5}
-    one = {"matmul_tflops": 800.0, "read_gbps": 4600.0, "limit_us": limit}
-    language, _, name = label.partition("/")
-    design, _, version = name.partition("_v")
-    data = {
-        "id": f"{label}-{us}-{problem.label}", "at": "2026-11-21T10:00:00Z", "experiment": "x", "status": "passed",
-        "kernel": KernelId(language, "mla", design, int(version or 0)).to_record(), "problem": problem.to_record(),
-        "device": "h200", "time_us": {"burst": stats, "sustained": stats}, "error": {"out": 1e-3, "lse": 1e-6},
-        "limits": {"burst": one, "sustained": one}, "source": {"hash": "0"}, "requested": "default",
-    }  # fmt: skip
-    return Record.model_validate(data | fields)
+    return made_up.record(label, us, problem, limit=limit, **{"id": f"{label}-{us}-{problem.label}", **fields})
 
 
 def shown(table: Any) -> str:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,8 +26,6 @@ TOOLS: Mapping[str, str] = {
     "initcheck": "reads of global memory that nothing wrote",
 }
 TIMEOUT_S = 900.0
-#: Where the tool lies when it is not on PATH, the newest last.
-_PLACES = ("/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer")
 #: For the result of a process that gave none.
 ENDED = "the process ended before its result"
 #: What the tool ends with when it found something, apart from what the watched process ends with (0, 1 or 2).
@@ -70,15 +66,6 @@ class Sanitized:
         return self.errors == 0 and (ended or self.result.startswith("right"))
 
 
-def find() -> Path | None:
-    """compute-sanitizer, from PATH or its usual places."""
-    found = shutil.which("compute-sanitizer")
-    if found:
-        return Path(found)
-    some = [p for pattern in _PLACES for p in sorted(Path("/").glob(pattern.lstrip("/"))) if os.access(p, os.X_OK)]
-    return some[-1] if some else None
-
-
 def command(exe: str | Path, tool: str, job: Path, only: str | None = None) -> list[str]:
     """The tool over one call of the job's version. only: part of the names of the device functions to watch."""
     limit = _ALL if any(known.tool == tool for known in reports.KNOWN) else _LIMIT
@@ -109,13 +96,13 @@ def write_job(
 
 def run(tool: str, job: Path, timeout_s: float = TIMEOUT_S, only: str | None = None) -> Sanitized:
     """Runs the tool; its whole output is in `<tool>.log` beside the job. Raises `UserError` when it could not work."""
-    exe = find()
+    from mla_var3.lab.profiling.modes import tools
+
+    exe = tools.find("compute-sanitizer")
     if exe is None:
         raise UserError(
             "compute-sanitizer is not here: it comes with the CUDA toolkit (package cuda-sanitizer); put it on PATH."
         )
-    from mla_var3.lab.profiling.modes import tools
-
     words, log = command(exe, tool, job, only), job.with_name(f"{tool}.log")
     try:
         status, said = tools.watch(words, timeout_s, environment())

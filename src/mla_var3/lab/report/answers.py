@@ -20,7 +20,7 @@ from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import read_yaml
 from mla_var3.lab.naming import listed
-from mla_var3.lab.report.gather import STATES, Point
+from mla_var3.lab.report.gather import Point
 from mla_var3.record import geometric_mean
 from mla_var3.workload import DEFAULT, Problem
 from mla_var3.workload.decode import MlaProblem
@@ -371,10 +371,3 @@ def compare(before: Sequence[Point], after: Sequence[Point], state: str) -> Comp
     moves.sort(key=lambda m: (not m.moved, -abs(m.change), m.before.cell, m.before.name))
     gone, come = ([p for k, p in x.items() if k not in y] for x, y in ((one, two), (two, one)))
     return Comparison(moves, gone, come, unlimited)
-
-
-__all__ = [
-    "INSTRUCTION_KINDS", "STATES", "Comparison", "Ladder", "Move", "Pick", "Roof", "Step", "Winner", "by_cell",
-    "compare", "designs", "instruction_mix", "ladders", "losses", "overlap", "pairs", "picks",
-    "resting", "roofs", "winners",
-]  # fmt: skip

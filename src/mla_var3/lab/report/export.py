@@ -13,7 +13,6 @@ from mla_var3.files import write_whole
 from mla_var3.lab.report.gather import Gathered, Point
 
 PICTURES = ("map", "cell", "roofline", "ladder", "languages", "instructions", "compare")
-FORMATS = ("svg", "png")
 TABLES = (".csv", ".parquet")
 
 

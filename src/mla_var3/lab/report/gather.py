@@ -24,13 +24,12 @@ from mla_var3.catalogue.spoken import DISPATCH, FIXED_SPLIT, PEER
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.lab import naming
-from mla_var3.record import ASIDE
+from mla_var3.record import ASIDE, STATES
 from mla_var3.workload import Problem, problem_from_record
 
 if TYPE_CHECKING:
     from mla_var3.record import Record, Stats
 
-STATES = ("burst", "sustained")
 _EXAMPLES = 3
 _REASON_CHARS = 240
 

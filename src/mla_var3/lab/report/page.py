@@ -21,9 +21,9 @@ from mla_var3.files import write_whole
 from mla_var3.lab import naming
 from mla_var3.lab.report import answers, charts, finder, legend, sources
 from mla_var3.lab.report import rows as rows_of
-from mla_var3.lab.report.gather import STATES, Gathered, Point, command
+from mla_var3.lab.report.gather import Gathered, Point, command
 from mla_var3.lab.report.traces import Drawn
-from mla_var3.record import code_bytes
+from mla_var3.record import STATES, code_bytes
 from mla_var3.workload import Problem
 
 SCRIPTS = ("core.js", "chart.js", "answers.js", "finder.js", "views.js", "main.js")

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from mla_var3.catalogue import registry, spoken
 from mla_var3.lab.naming import cell_name, words
+from mla_var3.lab.profiling.roofline import roofline as roofline_of
 from mla_var3.names import by_number
-from mla_var3.record import as_ratio, code_bytes, geometric_mean
+from mla_var3.record import STATES, as_ratio, code_bytes, geometric_mean
 from mla_var3.workload import problem_from_record
 
 if TYPE_CHECKING:
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from mla_var3.device import Device
     from mla_var3.record import Record
     from mla_var3.workload import Problem
-
-STATES = ("burst", "sustained")
 
 #: Instructions that tell a fast path from a slow one, in the order they are shown.
 INSTRUCTIONS = ("HGMMA", "HMMA", "UTMALDG", "LDGSTS", "LDL", "STL", "BAR")
@@ -138,7 +137,7 @@ def kib(size: int | None) -> str:
     return plain(None if size is None else size / 1024)
 
 
-def _esc(text: str) -> str:
+def escaped(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
@@ -193,9 +192,9 @@ def comparison(records: Sequence[Record], title: str = "Measured", *, dated: boo
                 *([standing(record, known)] if dated else []),
                 *_measured_cells(record),
                 *([record.at[:10]] if dated else []),
-                _esc(_note(record)),
+                escaped(_note(record)),
             ]
-            table.add_row(first, _esc(spoken.name(record)), *kept(row))
+            table.add_row(first, escaped(spoken.name(record)), *kept(row))
         table.add_section()
     return table
 
@@ -291,8 +290,8 @@ def resources(records: Sequence[Record | Compiled], device: Device | None = None
         share = f" ({100 * smem / device.smem_per_block:.0f} %)" if device is not None else ""
         numbers = [notes.setdefault(text, len(notes) + 1) for text in row.warnings]
         table.add_row(
-            _esc(row.kernel),
-            _esc(row.cell),
+            escaped(row.kernel),
+            escaped(row.cell),
             *([] if device is not None else [row.device]),
             _registers(used, device),
             f"{smem / 1024:.1f}{share}",
@@ -373,36 +372,15 @@ def roofline(problems: Sequence[Problem], device: Device) -> Table:
     sources: dict[str, None] = {}
     for problem in problems:
         cost = problem.cost()
-        bounds = {state: bound_us(problem, device, state) for state in STATES}
-        texts = [plain(bound[0]) if bound else "-" for bound in bounds.values()]
-        kind = bounds["burst"][1] if bounds["burst"] else "-"
-        for state, bound in bounds.items():
-            sources[f"{state}: {bound[2]}" if bound else f"{device.key} has no published peak for {problem.dtype}"] = (
-                None
-            )
+        lines = {state: roofline_of(cost.flops, cost.bytes, problem.dtype, device, state) for state in STATES}
+        texts = [plain(line.limit_us) for line in lines.values()]
+        kind = lines["burst"].bound if lines["burst"].limit_us else "-"
+        for state, line in lines.items():
+            sources[f"{state}: {line.source}" if line.limit_us else line.source] = None
         work = [plain(cost.flops / 1e9), plain(cost.bytes / 1e6), plain(cost.intensity, 0)]
         table.add_row(problem.label, *work, *texts, kind)
     table.caption = "\n".join(sources)
     return table
-
-
-def bound_us(problem: Problem, device: Device, state: str) -> tuple[float, str, str] | None:
-    """(microseconds, "compute" or "memory", where the ceilings are from) of a problem, None where a peak is unknown."""
-    cost = problem.cost()
-    matmul, read = device.ceiling("matmul_tflops", state), device.ceiling("read_gbps", state)
-    tflops = (
-        matmul.value if matmul is not None and problem.dtype in ("bf16", "fp16") else device.tflops.get(problem.dtype)
-    )
-    gbps = read.value if read is not None else device.hbm_gbps
-    if not tflops or not gbps:
-        return None
-    compute, memory = cost.flops / tflops / 1e6, cost.bytes / gbps / 1e3
-    matmul = matmul if problem.dtype in ("bf16", "fp16") else None
-    sources = [
-        f"{value:,.0f} {unit} ({'measured ' + c.date if c is not None else 'data sheet'})"
-        for c, value, unit in ((matmul, tflops, "TFLOP/s"), (read, gbps, "GB/s"))
-    ]
-    return max(compute, memory), "compute" if compute >= memory else "memory", ", ".join(sources)
 
 
 # ---------------------------------------------------------------- the rest
@@ -411,19 +389,19 @@ def checked(records: Sequence[Record], title: str = "Checked on the CPU") -> Tab
     table = new_table(title, ["kernel", "problem", "result"], ["error of out", "error of lse", "s"], ["note"])
     for record in records:
         table.add_row(
-            _esc(record.kernel.label),
+            escaped(record.kernel.label),
             _problem_text(record.problem),
             record.status,
             f"{record.error.first:.2e}" if record.error is not None else "-",
             f"{record.error.lse:.2e}" if record.error is not None and record.error.lse is not None else "-",
             plain((record.seconds or {}).get("check")),
-            _esc(record.reason if record.status != "passed" else ""),
+            escaped(record.reason if record.status != "passed" else ""),
         )
     return table
 
 
 def _problem_text(problem: Mapping[str, Any]) -> str:
-    return _esc(words(problem_from_record(problem)))
+    return escaped(words(problem_from_record(problem)))
 
 
 def refused(records: Sequence[Record], title: str = "Not run") -> Table:
@@ -437,6 +415,6 @@ def refused(records: Sequence[Record], title: str = "Not run") -> Table:
         others = len({record.reason for record in group}) - 1
         reason = group[0].reason + (f" (and {others} more reasons: see the records)" if others else "")
         table.add_row(
-            _esc(kernel), status, ", ".join(names) if len(names) <= 2 else f"{len(names)} cells", _esc(reason)
+            escaped(kernel), status, ", ".join(names) if len(names) <= 2 else f"{len(names)} cells", escaped(reason)
         )
     return table

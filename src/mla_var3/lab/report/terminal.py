@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from mla_var3.lab.report import answers, sources
 from mla_var3.lab.report.answers import Comparison, Ladder, Pick, Winner, instruction_mix
-from mla_var3.lab.report.gather import STATES, LeftOut, Point, command
+from mla_var3.lab.report.gather import LeftOut, Point, command
 from mla_var3.lab.report.rows import way
-from mla_var3.lab.report.tables import kib, new_table, plain
-from mla_var3.record import as_ratio, code_bytes, geometric_mean
+from mla_var3.lab.report.tables import escaped, kib, new_table, plain
+from mla_var3.record import STATES, as_ratio, code_bytes, geometric_mean
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,12 +25,6 @@ def _percent(value: float | None, digits: int = 1) -> str:
 
 def _signed(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:+.1f} %"
-
-
-def _escape(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 def regime_map(found: Sequence[Winner], device: str, state: str) -> Table:
@@ -52,7 +46,7 @@ def regime_map(found: Sequence[Winner], device: str, state: str) -> Table:
 
 
 def _name(point: Point | None) -> str:
-    return "-" if point is None else _escape(point.shown)
+    return "-" if point is None else escaped(point.shown)
 
 
 def picks(found: Sequence[Pick], device: str, state: str) -> Table:
@@ -62,7 +56,7 @@ def picks(found: Sequence[Pick], device: str, state: str) -> Table:
     )
     for p in found:
         us = plain(p.point.us(state)) if p.point else "not measured"
-        table.add_row(p.cell, _escape(p.label), us, _signed(p.loss), _escape(p.best.name))
+        table.add_row(p.cell, escaped(p.label), us, _signed(p.loss), escaped(p.best.name))
     table.caption = answers.losses(found)
     return table
 
@@ -89,7 +83,7 @@ def cell(points: Sequence[Point], device: str, state: str) -> Table:
             kib(code_bytes(used)),
             plain(p.record.compile_seconds),
         ]
-        table.add_row(_name(p), *numbers, _escape(" ".join(f"{k}={v}" for k, v in (p.record.tiling or {}).items())))
+        table.add_row(_name(p), *numbers, escaped(" ".join(f"{k}={v}" for k, v in (p.record.tiling or {}).items())))
     lines = [f"{p.name} [{p.record.id}]: {command(p.record, p.problem)}" for p in ordered]
     # Calls and input sets differ from contender to contender; how they were timed mostly does not.
     counts = re.compile(r"(?<=of )\d+ (?=calls)|(?<=over )\d+ (?=input)| of [\d.]+ MB")
@@ -112,7 +106,7 @@ def ladder(found: Sequence[Ladder], entries: Mapping[str, Entry]) -> Table:
             against = p.faster(lad.peer, state) if lad.peer else None
             numbers = [plain(p.us(state)), _percent(p.share(state)), as_ratio(step.gain, 4), mean, as_ratio(against)]
             said = entry.line if entry else "no devlog entry here"
-            table.add_row(_name(p), *numbers, _escape(said), entry.path if entry else "-")
+            table.add_row(_name(p), *numbers, escaped(said), entry.path if entry else "-")
         table.add_section()
     peer = f"{first.peer.name} {first.peer.us(first.state):.1f} us" if first.peer else "no library was timed here"
     table.caption = (
@@ -149,7 +143,7 @@ def languages(found: Sequence[tuple[Point, Point]], first: str, second: str, sta
             versions.setdefault(p.record.kernel.label, p)
         both = [f"{x} / {y}" for x, y in zip(*values, strict=True)]
         times = [plain(a.us(state)), plain(b.us(state)), as_ratio(b.faster(a, state))]
-        table.add_row(a.cell, *times, *both, _escape(f"{a.shown} / {b.shown}"))
+        table.add_row(a.cell, *times, *both, escaped(f"{a.shown} / {b.shown}"))
     mean = geometric_mean([b.faster(a, state) for a, b in found])
     table.caption = f"Geometric mean of first / second over {len(found)} cells: {as_ratio(mean, 4)}."
     kinds = list(dict.fromkeys(kind for p in versions.values() for kind in instruction_mix(p)))
@@ -162,7 +156,7 @@ def languages(found: Sequence[tuple[Point, Point]], first: str, second: str, sta
         total = sum(mix.values())
         share = [f"{100 * mix[kind] / total:.1f}" if total else "-" for kind in kinds]
         changed += [name] if source and source.hash != p.record.source.hash else []
-        mixes.add_row(_escape(name), *share, plain(source.lines if source else None), p.cell)
+        mixes.add_row(escaped(name), *share, plain(source.lines if source else None), p.cell)
     note = "Lines of what a version is made of in its language, without blank lines, comments and docstrings."
     mixes.caption = note + (f" Files changed since the record: {', '.join(changed)}." if changed else "")
     return [table, mixes]
@@ -181,7 +175,7 @@ def comparison(found: Comparison, before: str, after: str, state: str, most: int
             _percent(m.after.share(state)),
         ]
         table.add_row(
-            m.after.cell, _escape(m.after.name), *numbers, _signed(m.change), _signed(m.low), _signed(m.high), way(m)
+            m.after.cell, escaped(m.after.name), *numbers, _signed(m.change), _signed(m.low), _signed(m.high), way(m)
         )
     lines = [f"{len(moved)} of {len(found.moves)} moved beyond what their p10..p90 ranges allow."]
     lines += ["Change is of time over limit."]
@@ -195,5 +189,5 @@ def left_out(lines: Sequence[LeftOut]) -> Table:
     """What the report does not show, or shows with a reservation."""
     table = new_table("Left out, or shown with a reservation", [], ["how many"], ["of what", "why", "for example"])
     for line in lines:
-        table.add_row(str(line.count), _escape(line.what), _escape(line.why), _escape("; ".join(line.examples) or "-"))
+        table.add_row(str(line.count), escaped(line.what), escaped(line.why), escaped("; ".join(line.examples) or "-"))
     return table

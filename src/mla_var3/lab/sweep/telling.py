@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from mla_var3.catalogue import ledger, registry, spoken
 from mla_var3.files import write_whole
-from mla_var3.record import as_ratio, geometric_mean
+from mla_var3.lab.profiling.roofline import roofline
+from mla_var3.record import STATES, as_ratio, geometric_mean
 from mla_var3.toolchain.pool import milestone
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def answer(
     from mla_var3.workload import problem_from_record
 
     told = spoken.speaking(records, aside=True)
-    state = next((s for s in tables.STATES if any(r.median(s) is not None for r in told)), None)
+    state = next((s for s in STATES if any(r.median(s) is not None for r in told)), None)
     if state is None:
         return None, None
     by_cell: dict[Problem, list[Record]] = {cell: [] for cell in cells}
@@ -119,8 +120,9 @@ def answer(
         found = spoken.answer(block, state, wrong)
         ours = found.ours if found else None
         if found is None or ours is None:
-            bound = device and tables.bound_us(cell, device, state)
-            limit = f"the limit is {bound[0]:,.1f} us" if bound else ""
+            cost = cell.cost()
+            line = device and roofline(cost.flops, cost.bytes, cell.dtype, device, state)
+            limit = f"the limit is {line.limit_us:,.1f} us" if line and line.limit_us else ""
             table.add_row(cell_name(cell), "none was timed", "-", "-", limit)
             continue
         share = ours.of_limit(state)
@@ -164,7 +166,7 @@ def side_by_side(
     told = [r for r in spoken.speaking(records, aside=True) if r.kernel.label not in wrong]
     if not {r.kernel.language for r in told} & {*languages}:
         return None
-    state = next((s for s in tables.STATES if any(r.median(s) is not None for r in told)), None)
+    state = next((s for s in STATES if any(r.median(s) is not None for r in told)), None)
     if state is None:
         return None
     title = f"{second} beside {first}, the fastest of each, {how}, {state}"

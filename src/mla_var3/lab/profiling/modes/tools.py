@@ -1,4 +1,4 @@
-"""NVIDIA's profilers as subprocesses: finding them, running them, and saying what went wrong in one sentence."""
+"""NVIDIA's tools as subprocesses: finding them, running them, and saying what went wrong in one sentence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from pathlib import Path
 from mla_var3 import paths
 from mla_var3.errors import UserError
 
-#: Where a profiler lies when it is not on PATH, the newest last.
+#: Where a tool lies when it is not on PATH, the newest last.
 _PLACES = {
     "ncu": ("/usr/local/cuda*/bin/ncu", "/opt/nvidia/nsight-compute/*/ncu"),
     "nsys": ("/usr/local/cuda*/bin/nsys", "/opt/nvidia/nsight-systems/*/bin/nsys"),
-}
+    "compute-sanitizer": (
+        "/usr/local/cuda*/bin/compute-sanitizer", "/usr/local/cuda*/compute-sanitizer/compute-sanitizer",
+    ),
+}  # fmt: skip
 _TITLES = {"ncu": "Nsight Compute (ncu)", "nsys": "Nsight Systems (nsys)"}
 #: What to do without the tool.
 INSTEAD = {

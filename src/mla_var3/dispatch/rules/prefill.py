@@ -44,13 +44,10 @@ def _near_seen(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem
 KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns, of_class=True)
 VALUE_COLUMNS = Quantity("value columns", lambda pd: pd.d, _near_values, of_class=True)
 TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
-<<<<<<< HEAD
 #: Where the tiles that other GPUs than Hopper have were right on an H200.
 CHECKED_COLUMNS = (Bound(KEY_COLUMNS, 127, above=True), Bound(KEY_COLUMNS, 192), Bound(VALUE_COLUMNS, 128))
 BLACKWELL = ("sm_100a", "sm_103a")
-=======
 SEEN = Quantity("keys that a query sees", _seen, _near_seen)
->>>>>>> p9
 
 RULES = (
     Rule(

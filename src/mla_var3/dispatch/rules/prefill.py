@@ -44,6 +44,9 @@ def _near_seen(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem
 KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns, of_class=True)
 VALUE_COLUMNS = Quantity("value columns", lambda pd: pd.d, _near_values, of_class=True)
 TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
+#: Where the tiles that other GPUs than Hopper have were right on an H200.
+CHECKED_COLUMNS = (Bound(KEY_COLUMNS, 127, above=True), Bound(KEY_COLUMNS, 192), Bound(VALUE_COLUMNS, 128))
+BLACKWELL = ("sm_100a", "sm_103a")
 SEEN = Quantity("keys that a query sees", _seen, _near_seen)
 
 RULES = (
@@ -78,11 +81,27 @@ RULES = (
     ),
     Rule("cute-dsl/flash_attention", "it takes fp16, which the later versions do not", archs=HOPPER),
     Rule(
+        "cute-dsl/flash_attention_mma_v1",
+        "it shows what products of single warps take on Hopper; the versions before take half of that",
+        archs=HOPPER,
+    ),
+    Rule(
         "cute-dsl/flash_attention_mma",
         "it takes different lengths on every GPU from sm_80 on; the tiles that these GPUs have for such columns were "
         "checked on an H200",
-        where=(Bound(KEY_COLUMNS, 127, above=True), Bound(KEY_COLUMNS, 192), Bound(VALUE_COLUMNS, 128)),
+        where=CHECKED_COLUMNS,
         archs=("sm_80", "sm_86", "sm_89", "sm_120a"),
+    ),
+    Rule(
+        "cutile-dsl/flash_attention",
+        "it takes prompts of one length with the products that Blackwell has of its own",
+        archs=BLACKWELL,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_mma",
+        "it takes what cuTile's version does not take there, as different lengths; its tiles were checked on an H200",
+        where=CHECKED_COLUMNS,
+        archs=BLACKWELL,
     ),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
 )

@@ -84,13 +84,22 @@ WHAT = {
         "contexts, heads, query tokens and page sizes that nobody tuned to (`experiment=unseen_sparse`, with "
         "`seed=60811`, `71101` and `93303`). FlashAttention-3 reads a bf16 cache, as in `sparse_served`."
     ),
+    "indexer_logits": (
+        "Logits of the lightning indexer over contiguous keys in FP8, as prompts have them: the last query token sees "
+        "all keys, and each token before it one key less (`experiment=indexer_logits`). DeepGEMM takes 32 or 64 heads, "
+        "so 16 are padded to 32 for it."
+    ),
     "indexer_paged": (
         "Logits of the lightning indexer over an index cache in FP8 (`experiment=indexer_paged`). DeepGEMM's metadata "
         "kernel is counted once a step of 61 layers."
     ),
     "unseen_indexer": (
         "Logits of the lightning indexer in problems that were drawn at random, from a seed that no earlier run had "
-        "used (`experiment=unseen_indexer seed=4711`)."
+        "used (`experiment=unseen_indexer seed=31337`)."
+    ),
+    "prefill": (
+        "Attention of prompts over decompressed heads: whole prompts, prompts of unequal lengths, and chunks behind a "
+        "prefix (`experiment=prefill`). FlashAttention-3 and FlashAttention-4 were timed beside the kernels here."
     ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
@@ -127,11 +136,31 @@ MORE = {
         "their lengths, which are 0. Of the 24 problems of each seed 18, 22 and 16 were measured; the runs had no time "
         "left for the others."
     ),
-    "indexer_paged": " Of the 18 cells of the experiment 8 were measured; the run had no time left for the others.",
+    "prefill": (
+        " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "
+        "`causal` stands where a query sees no later key, and `d` and `p` where values do not have 128 columns or keys "
+        "not 64 more than values: `d128_p0` is 128/128, `d256_p0` 256/256, and `d128_p128` 256/128, for which "
+        "FlashAttention-3 and FlashAttention-4 get values padded to the keys' width. With `normal` and `lognormal` "
+        "requests have unequal lengths, of which s and t are the means. Of the 46 cells of the experiment 33 were "
+        "measured; the run had no time left for the others. In one more, of 96/64 columns, FlashAttention-3's result "
+        "was a little above the check's bound in one row, and the run ended there. Each sustained time is of one turn "
+        "of 0.3 seconds, behind the turns of the contenders before it, and may differ by some per cent from one run to "
+        "the next."
+    ),
+    "indexer_logits": (
+        " In the cell with logits in bf16 the run timed version 3, which is retired, so that the first table leaves it "
+        "out. A product in FP8 may take half the time of one of cuBLAS in bf16, which the limit is made of."
+    ),
+    "indexer_paged": (
+        " Of the 18 cells of the experiment 12 were measured; the run had no time left for the others. Six query "
+        "tokens were multiplied in one part there, and are multiplied in two today "
+        "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). Calls rotate over inputs of 280 MB and more. Keys of "
+        "`mqa_logits_v4` leave L2 first where a request has one query tile, so that keys of an earlier turn may stay "
+        "in it, and with one or two query tokens a call may be faster here than behind other kernels."
+    ),
     "unseen_indexer": (
-        " Of the 24 problems of the seed 12 were measured; the run had no time left for the others. The check of one "
-        "more failed, in which lengths drawn at random had left a single logit: the bound on the angle between all "
-        "logits and the oracle's says nothing of one logit, and was taken out after the run."
+        " Of the 24 problems of the seed 5 were measured; the run had no time left for the others. Three query tokens "
+        "were multiplied in one part there, and are multiplied in two today."
     ),
 }
 #: Of pages whose dtypes, widths or caches are others than `DENSE`.
@@ -139,14 +168,16 @@ CACHES = {
     "sparse_decode": "bf16 queries, packed FP8 caches",
     "sparse_served": "bf16 queries, packed FP8 caches",
     "unseen_sparse": "bf16 queries, packed FP8 caches",
+    "indexer_logits": "e4m3 queries and keys, 128 columns, fp32 logits unless a name ends in bf16",
     "indexer_paged": "e4m3 queries and keys, 128 columns, fp32 logits, pages of 64 tokens",
     "unseen_indexer": "e4m3 queries and keys, 128 columns, fp32 logits",
+    "prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
     "absorb_gemm": "bf16, heads of 128 columns, latent 512",
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
 DENSE = "bf16, latent 512 + rope 64, 64-token pages"
 #: Pages of the first device alone.
-ON_H200 = ("sparse_served", "unseen_sparse", "indexer_paged", "unseen_indexer")
+ON_H200 = ("sparse_served", "unseen_sparse", "indexer_logits", "indexer_paged", "unseen_indexer", "prefill")
 #: Device -> experiment -> its record files in results/, one or several, of which the newest record of a kernel and cell
 #: counts. The first device has a page an experiment, the others one each.
 FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
@@ -160,8 +191,10 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
         "regime_map": "h200/2026-11-28-regime_map.jsonl",
         "sparse_served": "h200/2026-11-28-sparse_served.jsonl",
         "unseen_sparse": tuple(f"h200/2026-11-28-unseen_sparse-{seed}.jsonl" for seed in (60811, 71101, 93303)),
-        "indexer_paged": "h200/2026-11-28-indexer_paged.jsonl",
-        "unseen_indexer": "h200/2026-11-28-unseen_indexer-4711.jsonl",
+        "indexer_logits": "h200/2026-11-28-indexer_logits.jsonl",
+        "indexer_paged": "h200/2026-11-28-indexer_paged-v4.jsonl",
+        "unseen_indexer": "h200/2026-11-28-unseen_indexer-31337.jsonl",
+        "prefill": "h200/2026-11-28-prefill-v18.jsonl",
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name not in ON_H200},

@@ -80,9 +80,9 @@ WHAT = {
         "out from the indices where a row ends (`experiment=sparse_served`)."
     ),
     "unseen_sparse": (
-        "Problems of sparse decode that were drawn at random, from a seed that no earlier run had used, with contexts, "
-        "heads, query tokens and page sizes that nobody tuned to (`experiment=unseen_sparse seed=60811`). "
-        "FlashAttention-3 reads a bf16 cache, as in `sparse_served`."
+        "Problems of sparse decode that were drawn at random, from three seeds that no earlier run had used, with "
+        "contexts, heads, query tokens and page sizes that nobody tuned to (`experiment=unseen_sparse`, with "
+        "`seed=60811`, `71101` and `93303`). FlashAttention-3 reads a bf16 cache, as in `sparse_served`."
     ),
     "indexer_logits": (
         "Logits of the lightning indexer over contiguous keys in FP8, as prompts have them: the last query token sees "
@@ -97,6 +97,10 @@ WHAT = {
         "Logits of the lightning indexer in problems that were drawn at random, from a seed that no earlier run had "
         "used (`experiment=unseen_indexer seed=31337`)."
     ),
+    "prefill": (
+        "Attention of prompts over decompressed heads: whole prompts, prompts of unequal lengths, and chunks behind a "
+        "prefix (`experiment=prefill`). FlashAttention-3 and FlashAttention-4 were timed beside the kernels here."
+    ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
         "latent space, and the latent output out of it. The library is `torch.bmm` (`experiment=absorb_gemm`)."
@@ -108,6 +112,10 @@ WHAT = {
 }
 #: Page -> what its cells and columns are, where their names do not say it.
 MORE = {
+    "sparse_decode": (
+        " Where versions 1 and 2 of the kernel have both been timed, the table has the faster one. Today the "
+        "dispatcher picks version 2, which was timed in 78 of the cells."
+    ),
     "sparse_served": (
         " The last word of a cell's name says how contexts are drawn. `uniform`: evenly from 1 to 65,536 tokens. "
         "`lognormal`: 1,024 tokens times e to the power of a normal variable with mean 0 and variance 1, up to 16,384 "
@@ -123,7 +131,21 @@ MORE = {
     "unseen_sparse": (
         " The last words of a cell's name mean what they mean on the page [sparse_served](sparse_served.md): "
         "`top128+512` are 128 indices into a window and 512 into a second cache, and the last word says how contexts "
-        "are drawn. Of the 24 problems of the seed 18 were measured; the run had no time left for the others."
+        "are drawn. In some problems a share of the indices names no token, which a name does not say: in "
+        "`v32_b49_s3_h96_top2048_uniform` half of the query tokens have none at all, and FlashAttention-3 is given "
+        "their lengths, which are 0. Of the 24 problems of each seed 18, 22 and 16 were measured; the runs had no time "
+        "left for the others."
+    ),
+    "prefill": (
+        " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "
+        "`causal` stands where a query sees no later key, and `d` and `p` where values do not have 128 columns or keys "
+        "not 64 more than values: `d128_p0` is 128/128, `d256_p0` 256/256, and `d128_p128` 256/128, for which "
+        "FlashAttention-3 and FlashAttention-4 get values padded to the keys' width. With `normal` and `lognormal` "
+        "requests have unequal lengths, of which s and t are the means. Of the 46 cells of the experiment 33 were "
+        "measured; the run had no time left for the others. In one more, of 96/64 columns, FlashAttention-3's result "
+        "was a little above the check's bound in one row, and the run ended there. Each sustained time is of one turn "
+        "of 0.3 seconds, behind the turns of the contenders before it, and may differ by some per cent from one run to "
+        "the next."
     ),
     "indexer_logits": (
         " In the cell with logits in bf16 the run timed version 3, which is retired, so that the first table leaves it "
@@ -149,15 +171,16 @@ CACHES = {
     "indexer_logits": "e4m3 queries and keys, 128 columns, fp32 logits unless a name ends in bf16",
     "indexer_paged": "e4m3 queries and keys, 128 columns, fp32 logits, pages of 64 tokens",
     "unseen_indexer": "e4m3 queries and keys, 128 columns, fp32 logits",
+    "prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
     "absorb_gemm": "bf16, heads of 128 columns, latent 512",
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
 DENSE = "bf16, latent 512 + rope 64, 64-token pages"
 #: Pages of the first device alone.
-ON_H200 = ("sparse_served", "unseen_sparse", "indexer_logits", "indexer_paged", "unseen_indexer")
-#: Device -> experiment -> its record files in results/, of which the newest record of a kernel and cell counts. The
-#: first device has a page an experiment, the others one each.
-FILES = {
+ON_H200 = ("sparse_served", "unseen_sparse", "indexer_logits", "indexer_paged", "unseen_indexer", "prefill")
+#: Device -> experiment -> its record files in results/, one or several, of which the newest record of a kernel and cell
+#: counts. The first device has a page an experiment, the others one each.
+FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
     "h200": {
         **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
         **{
@@ -167,10 +190,11 @@ FILES = {
         "decode": "h200/2026-11-27-decode-evening.jsonl",
         "regime_map": "h200/2026-11-28-regime_map.jsonl",
         "sparse_served": "h200/2026-11-28-sparse_served.jsonl",
-        "unseen_sparse": "h200/2026-11-28-unseen_sparse-60811.jsonl",
+        "unseen_sparse": tuple(f"h200/2026-11-28-unseen_sparse-{seed}.jsonl" for seed in (60811, 71101, 93303)),
         "indexer_logits": "h200/2026-11-28-indexer_logits.jsonl",
         "indexer_paged": "h200/2026-11-28-indexer_paged-v4.jsonl",
         "unseen_indexer": "h200/2026-11-28-unseen_indexer-31337.jsonl",
+        "prefill": "h200/2026-11-28-prefill-v18.jsonl",
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name not in ON_H200},
@@ -240,13 +264,21 @@ def recorded(device: str) -> tuple[dict[tuple[str, str], list[Record]], dict[str
     return told, {record.id: file for file, records in found.items() for record in records}
 
 
+def files_of(device: str, name: str) -> tuple[str, ...]:
+    """The record files of an experiment."""
+    files = FILES[device][name]
+    return (files,) if isinstance(files, str) else files
+
+
 @functools.cache
-def records_of(device: str, name: str) -> list[dict[str, Any]]:
+def records_of(device: str, name: str, only: str = "") -> list[dict[str, Any]]:
     """What answers the cells of an experiment: in each cell the version that speaks for it (`catalogue.spoken`),
-    whichever experiment timed it last, those that took turns with it, and the fastest library."""
+    whichever experiment timed it last, those that took turns with it, and the fastest library. only: the cells of one
+    of its record files."""
     told, file_of = recorded(device)
     chosen = []
-    for wanted in spoken.cells(load([ROOT / "results" / FILES[device][name]]).records):
+    files = [only] if only else files_of(device, name)
+    for wanted in spoken.cells(load([ROOT / "results" / file for file in files]).records):
         block = told.get(wanted, [])
         answer = next((a for state in STATES if (a := spoken.answer(block, state))), None)
         ours = answer.ours if answer else None
@@ -259,13 +291,13 @@ def where(device: str, name: str) -> str:
     cells contenders did not take turns, or calls were taken apart."""
     records = records_of(device, name)
     commits = sorted({r["source"]["commit"][:7] for r in records if r["source"]["commit"]})
-    said = (
-        f"The records are those of `results/{FILES[device][name]}`, measured with the code at commit {_listed(commits)}"
-    )
+    files = files_of(device, name)
+    named = _listed([f"`results/{file}`" for file in files])
+    said = f"The records are those of {named}, measured with the code at commit {_listed(commits)}"
     cards = {r["environment"]["chip"] for r in records if r["environment"].get("chip")}
     said += f", on {len(cards)} cards." if len(cards) > 1 else "."
     elsewhere: dict[str, dict[str, None]] = {}
-    for record in (r for r in records if r["file"] != FILES[device][name]):
+    for record in (r for r in records if r["file"] not in files):
         elsewhere.setdefault(record["file"], {})[problem_label(record)] = None
     for file, since in sorted(elsewhere.items()):
         said += f" The newest records of these cells are in `results/{file}`: {', '.join(since)}."
@@ -299,15 +331,21 @@ def live(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 #: Page -> libraries that its text has a mean against each of, with their records' labels.
-EACH = {"sparse_served": {"FlashMLA": "peer/flash_mla_sparse", "FlashAttention-3": "peer/fa3_sparse"}}
+_SPARSE = {"FlashMLA": "peer/flash_mla_sparse", "FlashAttention-3": "peer/fa3_sparse"}
+EACH = {"sparse_served": _SPARSE, "unseen_sparse": _SPARSE}
 
 
-def against_each(name: str, records: list[dict[str, Any]]) -> str:
-    """What `summary` says against one library at a time, of the libraries in `EACH`."""
+def against_each(name: str) -> str:
+    """What `summary` says against one library at a time, of the libraries in `EACH`, over all record files of a page
+    and, if there are several, over each."""
     said = ""
-    for library, peer in EACH.get(name, {}).items():
-        some = [r for r in live(records) if label(r) == peer or not label(r).startswith("peer/")]
-        said += f"- Against {library} alone: {summary(some).replace('Geometric', 'geometric', 1)}\n"
+    files = files_of(MAIN, name)
+    for only in ("", *files) if len(files) > 1 else ("",):
+        here = live(records_of(MAIN, name, only) if only else records_of(MAIN, name))
+        for library, peer in EACH.get(name, {}).items():
+            some = [r for r in here if label(r) == peer or not label(r).startswith("peer/")]
+            words = f", cells of `results/{only}`" if only else ""
+            said += f"- Against {library} alone{words}: {summary(some).replace('Geometric', 'geometric', 1)}\n"
     return said and f"{said}\n"
 
 
@@ -320,7 +358,7 @@ def against(records: list[dict[str, Any]]) -> str:
 def page(name: str) -> str:
     """The text of an experiment's page."""
     records = records_of(MAIN, name)
-    heading = f"{against_each(name, records)}## The fastest kernel here against the library\n\n"
+    heading = f"{against_each(name)}## The fastest kernel here against the library\n\n"
     table = against(records).format(heading=heading)
     measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {CELLS} {METHOD}"
     return (

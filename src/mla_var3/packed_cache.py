@@ -187,8 +187,8 @@ def bytes_of(layout: Layout, cache: torch.Tensor, name: str = "a cache") -> torc
     """A view as uint8 of a cache of a layout with codes; of layout bf16 the cache as it is.
 
     Codes are e4m3fn, so that a cache is uint8 or float8_e4m3fn; where tokens are bytes of several kinds, in all layouts
-    but flat, int8 too, as FlashMLA takes it. Raises `UserError` for every other dtype: one of 8 bits would be read as
-    numbers that it does not hold. name: of the caller's argument.
+    but flat and flat_no_rope, int8 too, as FlashMLA takes it. Raises `UserError` for every other dtype: one of 8 bits
+    would be read as numbers that it does not hold. name: of the caller's argument.
     """
     import torch
 

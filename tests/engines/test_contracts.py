@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -203,27 +203,43 @@ def test_the_package_can_be_installed_beside_the_engine(release: str, repo_root:
     assert len(checked) >= 2 and all(checked), pins
 
 
+@pytest.fixture
+def hear(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[[logging.Logger], None]:
+    """Has caplog hear a logger, whatever an earlier test left: Hydra disables the loggers that it finds and lets root
+    pass errors alone, and vLLM keeps what its loggers say from root."""
+
+    def heard(logger: logging.Logger) -> None:
+        monkeypatch.setattr(logger, "disabled", False)
+        monkeypatch.setattr(logger, "propagate", False)
+        monkeypatch.setattr(logger, "handlers", [caplog.handler])
+        caplog.set_level(logging.WARNING, logger.name)
+
+    return heard
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_plug_in_never_stops_a_server(
-    engine: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    hear: Callable[[logging.Logger], None],
 ) -> None:
     """Without the engine it depends on, as with one whose registries are others."""
     monkeypatch.setitem(sys.modules, engine, None)
     plug_in = import_module(f"mla_var3.engines.{engine}")
-    monkeypatch.setattr(plug_in._logger, "disabled", False)  # Hydra, of an earlier test, disables loggers that it finds
-    caplog.set_level(logging.WARNING)
+    hear(plug_in._logger)
     plug_in.register()
     assert "The backends of mla_var3 are not available: " in caplog.text
 
 
 def test_a_backend_that_cannot_be_used_is_one_line_of_the_log(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hear: Callable[[logging.Logger], None]
 ) -> None:
     from mla_var3.engines import told
 
     reason = "cute-dsl needs nvidia-cutlass-dsl 4.8.0 or later, and 4.5.2 is installed: uninstall it."
-    monkeypatch.setattr(told.registry, "missing", lambda language: reason)
-    monkeypatch.setattr(logging.getLogger("vllm.mla_var3"), "disabled", False)
+    monkeypatch.setattr("mla_var3.engines.told.registry.missing", lambda language: reason)
+    hear(logging.getLogger("vllm.mla_var3"))
     told.missing.cache_clear()
     for _ in range(2):
         assert told.missing("vllm.mla_var3", "MLA_VAR3") == reason

@@ -13,25 +13,32 @@ from mla_var3.workload.prefill import PrefillProblem
 
 pytestmark = pytest.mark.gpu
 
-KERNEL = registry.KernelId.parse("cute-dsl/flash_attention_mma")
+V0, V1 = "cute-dsl/flash_attention_mma", "cute-dsl/flash_attention_mma_v1"
 #: What devices with 163 and with 99 KB of shared memory choose for 192 and 128 columns.
 A100, RTX = {"tile_m": 128, "warps": 4, "tile_n": 32}, {"tile_m": 128, "warps": 8, "tile_n": 64}
-#: Fields of a problem, and knobs.
-CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    *(({"h": 8, "causal": causal}, knobs) for causal in (True, False) for knobs in ({}, A100, RTX)),
-    *(({"h": 16, "p": 0, "causal": True}, knobs) for knobs in ({}, A100)),
-    ({"h": 8, "h_kv": 2, "causal": True, "dtype": "fp16"}, {}),
-    ({"h": 8, "p": 0, "causal": True, "dtype": "fp16"}, RTX),
-    ({"h": 8, "causal": True}, {"tile_m": 256, "num_pipeline_stages": 2}),
-    ({"h": 8, "causal": True}, {"tile_m": 64, "tile_n": 32, "num_pipeline_stages": 2}),
-    *(({"h": 8, "d": d, "p": p, "causal": True}, {}) for d, p in ((256, 0), (128, 128), (64, 32), (192, 0), (64, 16))),
+#: A version, fields of a problem, and knobs.
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((V0, {"h": 8, "causal": causal}, knobs) for causal in (True, False) for knobs in ({}, A100, RTX)),
+    *((V0, {"h": 16, "p": 0, "causal": True}, knobs) for knobs in ({}, A100)),
+    (V0, {"h": 8, "h_kv": 2, "causal": True, "dtype": "fp16"}, {}),
+    (V0, {"h": 8, "p": 0, "causal": True, "dtype": "fp16"}, RTX),
+    (V0, {"h": 8, "causal": True}, {"tile_m": 256, "num_pipeline_stages": 2}),
+    (V0, {"h": 8, "causal": True}, {"tile_m": 64, "tile_n": 32, "num_pipeline_stages": 2}),
+    *(
+        (V0, {"h": 8, "d": d, "p": p, "causal": True}, {})
+        for d, p in ((256, 0), (128, 128), (64, 32), (192, 0), (64, 16))
+    ),
+    *((V1, {"h": 8, "causal": causal}, {}) for causal in (True, False)),
+    *((V1, {"h": 8, "d": d, "p": p, "causal": True}, {}) for d, p in ((128, 0), (64, 32), (64, 16))),
+    (V1, {"h": 8, "h_kv": 2, "causal": True, "dtype": "fp16"}, {}),
 ]
 
 
-def planned(fields: dict[str, Any], knobs: dict[str, Any]) -> Any:
-    if reason := registry.missing(KERNEL.language):
+def planned(label: str, fields: dict[str, Any], knobs: dict[str, Any]) -> Any:
+    kernel = registry.KernelId.parse(label)
+    if reason := registry.missing(kernel.language):
         pytest.skip(reason)
-    plan_type, device = registry.get_plan(KERNEL), Device.detect()
+    plan_type, device = registry.get_plan(kernel), Device.detect()
     problem = PrefillProblem(**{"b": 2, "s": 1000, "t": 1300, **fields})
     plan = plan_type(problem, plan_type.tiling_type(**knobs), device)
     for verdict in (plan.supported(), plan.feasible()):
@@ -40,22 +47,22 @@ def planned(fields: dict[str, Any], knobs: dict[str, Any]) -> Any:
     return plan
 
 
-@pytest.mark.parametrize(("fields", "knobs"), CASES, ids=str)
-def test_right_on_the_cases_that_break_kernels(fields: dict[str, Any], knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("label", "fields", "knobs"), CASES, ids=str)
+def test_right_on_the_cases_that_break_kernels(label: str, fields: dict[str, Any], knobs: dict[str, Any]) -> None:
     from mla_var3.check.judge import check
 
-    report = check(planned(fields, knobs), device="cuda")
+    report = check(planned(label, fields, knobs), device="cuda")
     assert report.ok, report.reason
     assert len(report.cases) >= 10
 
 
-@pytest.mark.parametrize(("fields", "knobs"), CASES, ids=str)
-def test_the_same_bits_in_every_call(fields: dict[str, Any], knobs: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("label", "fields", "knobs"), CASES, ids=str)
+def test_the_same_bits_in_every_call(label: str, fields: dict[str, Any], knobs: dict[str, Any]) -> None:
     """Hundreds of requests of no and few tokens: a KV tile that is overwritten too early would show."""
     import torch
 
     pairs = [((7 * i) % 150, (11 * i) % 260) for i in range(300)]
-    plan = planned({**fields, "b": len(pairs), "lengths": pairs}, knobs)
+    plan = planned(label, {**fields, "b": len(pairs), "lengths": pairs}, knobs)
     bound = plan.plan(*plan.prepare_inputs("cuda", seed=1, dist="normal"))
     bound()
     first = [x.clone() for x in bound.output_tensors]

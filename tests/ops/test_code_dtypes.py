@@ -25,7 +25,7 @@ REFUSED = [
 
 def refused(name: str, layout: str) -> bool:
     """int8 is FlashMLA's name for bytes, which codes beside scales are; alone they would be numbers."""
-    return name != "int8" or layout == "flat"
+    return name != "int8" or layout in ("flat", "flat_no_rope")
 
 
 def called(call: str, dtype: Any) -> Any:

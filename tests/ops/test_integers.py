@@ -245,4 +245,4 @@ print("held", held)
 @pytest.mark.slow
 def test_triton() -> None:
     pytest.importorskip("triton")
-    assert in_tritons_interpreter("-c", TRITON).split() == ["held", str(4 + 8 + 4 + 4)]
+    assert in_tritons_interpreter("-c", TRITON).split() == ["held", str(4 + 8 + 4 + 6)]

@@ -143,9 +143,13 @@ PROMPTS: dict[str, list[Cell]] = {
     "192 / 128 columns": dims((192, 128)),
     "128 / 128": dims((128, 128)),
     "256 / 256": dims((256, 256)),
-    "256 / 128, 96 / 64": dims((256, 128), (96, 64)),
+    "256 / 128": dims((256, 128)),
+    "96 / 64": dims((96, 64)),
+    "other keys up to 192 columns, in multiples of 16, with values of 64 or 128": dims(
+        (64, 64), (80, 64), (144, 128), (192, 64)
+    ),
     "other keys up to 256 columns, in multiples of 16, with values of 64, 128, 192 or 256": dims(
-        (64, 64), (80, 64), (144, 128), (192, 64), (192, 192), (240, 192), (256, 64)
+        (192, 192), (240, 192), (256, 64)
     ),
     "other widths": dims((576, 512), (264, 256), (72, 64), (100, 64), (32, 32), (192, 96)),
     "heads that share keys and values": here({"h": 16, "h_kv": 2}, {"h": 12, "h_kv": 1}),

@@ -28,10 +28,26 @@ def _near_tokens(problem: PrefillProblem, value: float) -> Iterator[PrefillProbl
     yield from (here.replace(d=d, p=p) for d, p in SERVED_COLUMNS)
 
 
-#: Columns of a head of keys and of values, and query tokens of a request, in the mean.
+def _seen(problem: PrefillProblem) -> float:
+    return max(1.0, problem.t - (problem.s - 1) / 2 if problem.causal else problem.t)
+
+
+def _near_seen(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    keys = max(1, int(value))
+    tokens = 2 * keys - 1 if problem.causal else keys
+    here = problem.replace(s=tokens, t=tokens, lengths="uniform")
+    yield here
+    yield from (here.replace(d=d, p=p) for d, p in SERVED_COLUMNS)
+
+
+#: Columns of a head of keys and of values; query tokens of a request, and keys that one of them sees, in the mean.
 KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns, of_class=True)
 VALUE_COLUMNS = Quantity("value columns", lambda pd: pd.d, _near_values, of_class=True)
 TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
+#: Where the tiles that other GPUs than Hopper have were right on an H200.
+CHECKED_COLUMNS = (Bound(KEY_COLUMNS, 127, above=True), Bound(KEY_COLUMNS, 192), Bound(VALUE_COLUMNS, 128))
+BLACKWELL = ("sm_100a", "sm_103a")
+SEEN = Quantity("keys that a query sees", _seen, _near_seen)
 
 RULES = (
     Rule(
@@ -47,6 +63,12 @@ RULES = (
         archs=HOPPER,
     ),
     Rule(
+        "cute-dsl/flash_attention_v1",
+        "it was faster with causal prompts of 256 tokens, whose query tiles have one or two KV tiles",
+        where=(Bound(KEY_COLUMNS, 128), Bound(SEEN, 255)),
+        archs=HOPPER,
+    ),
+    Rule(
         "cute-dsl/flash_attention_v18",
         "two CTAs share K and V, and a query tile is stored beside the next one's scores",
         where=(Bound(KEY_COLUMNS, 96, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 255, above=True)),
@@ -59,11 +81,27 @@ RULES = (
     ),
     Rule("cute-dsl/flash_attention", "it takes fp16, which the later versions do not", archs=HOPPER),
     Rule(
+        "cute-dsl/flash_attention_mma_v1",
+        "it shows what products of single warps take on Hopper; the versions before take half of that",
+        archs=HOPPER,
+    ),
+    Rule(
         "cute-dsl/flash_attention_mma",
         "it takes different lengths on every GPU from sm_80 on; the tiles that these GPUs have for such columns were "
         "checked on an H200",
-        where=(Bound(KEY_COLUMNS, 127, above=True), Bound(KEY_COLUMNS, 192), Bound(VALUE_COLUMNS, 128)),
+        where=CHECKED_COLUMNS,
         archs=("sm_80", "sm_86", "sm_89", "sm_120a"),
+    ),
+    Rule(
+        "cutile-dsl/flash_attention",
+        "it takes prompts of one length with the products that Blackwell has of its own",
+        archs=BLACKWELL,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_mma",
+        "it takes what cuTile's version does not take there, as different lengths; its tiles were checked on an H200",
+        where=CHECKED_COLUMNS,
+        archs=BLACKWELL,
     ),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
 )

@@ -1,11 +1,12 @@
 """indexer_topk v0 in CuTe: the lightning indexer's choice by two kernels that stand for themselves.
 
     stage        what                                              launch
-    mqa_logits   the logits of all query tokens, to memory         programmatic dependent
+    mqa_logits   the logits of query tokens, to memory             programmatic dependent
     topk         the k largest of each, through the page table     programmatic dependent
 
-The second is launched while the first still runs, and waits for its end before it reads. `ops.indexer_topk` calls the
-same two, with as many query tokens at a time as have 256 MB of logits.
+The second is launched while the first still runs, and waits for its end before it reads. A query token of at most k
+cached tokens chooses all of them, whatever its logits are, so the first computes none for it. `ops.indexer_topk` calls
+the same two, with as many query tokens at a time as have 256 MB of logits.
 """
 
 from __future__ import annotations
@@ -43,10 +44,7 @@ class IndexerTopkTiling(PartsTiling):
         scored = IndexerLogitsProblem(b=pd.b, s=pd.s, t=pd.t, heads=pd.heads, table=pd.table, lengths=pd.lengths)
         rows = TopkProblem(b=b, s=s, t=pd.columns, topk=pd.topk, table=pd.table, lengths=pd.lengths)
         chooses = self.topk or chooses_by(pd.rows, pd.columns)
-        return {
-            "logits": (self.logits, scored, {}),
-            "topk": (chooses, rows, {}),
-        }
+        return {"logits": (self.logits, scored, {"beyond": pd.topk}), "topk": (chooses, rows, {})}
 
 
 def chooses_by(rows: int, t: int) -> str:

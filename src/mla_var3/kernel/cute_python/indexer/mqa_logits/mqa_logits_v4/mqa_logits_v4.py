@@ -102,7 +102,8 @@ class Barrier(IntEnum):
 class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
     consumers: warpgroups that multiply. query_parts: of a query tile, each with products of its own. turns: whether
-    consumers take turns with their products."""
+    consumers take turns with their products. beyond: a query token with as many keys in range, or fewer, gets no
+    logits."""
 
     h: int
     s: int
@@ -110,6 +111,7 @@ class Geometry:
     consumers: int
     query_parts: int
     turns: bool
+    beyond: int = 0
 
     @property
     def n(self) -> int:
@@ -276,6 +278,8 @@ def range_of(inputs: Any, unit: Int32, i: Any, geometry: Geometry) -> tuple[Int3
     row = cutlass.min(row, inputs.ends.shape[0] - 1)
     end = cutlass.select_(there, cutlass.min(inputs.ends[row], inputs.columns), Int32(0))
     start = Int32(0) if inputs.starts is None else cutlass.max(inputs.starts[row], 0)
+    if geometry.beyond:
+        end = cutlass.select_(end - start > geometry.beyond, end, start)
     return start, end
 
 
@@ -871,7 +875,8 @@ class MqaLogitsV4Tiling(Tiling):
     """tokens: query tokens of a tile; 0: as many as fill an MMA, or as requests have. consumers: warpgroups that
     multiply, 2 or 4; 0: a choice. query_parts: in which a query tile is multiplied, 1 or 2; 0: a choice. turns: whether
     consumers take turns where there is one part of more than 128 columns and logits are float32. ctas: of the grid; 0:
-    one for each multiprocessor."""
+    one for each multiprocessor. beyond: a query token with as many keys in range, or fewer, gets no logits; a top-k of
+    as many chooses all of them."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
@@ -880,6 +885,7 @@ class MqaLogitsV4Tiling(Tiling):
     query_parts: int = 0
     turns: bool = True
     ctas: int = 0
+    beyond: int = 0
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
@@ -891,7 +897,7 @@ class MqaLogitsV4Tiling(Tiling):
         # A part's sums end with its products if a thread has several tokens.
         parts = self.query_parts or (2 if n > COLUMNS // 2 and one.groups > 1 else 1)
         turns = self.turns and parts == 1 and n > COLUMNS // 2 and pd.dtype == "fp32"
-        return replace(one, query_parts=parts, turns=turns)
+        return replace(one, query_parts=parts, turns=turns, beyond=self.beyond)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):
@@ -909,8 +915,8 @@ class MqaLogitsV4Tiling(Tiling):
             return Verdict.no(f"{geometry.n} columns do not divide into {geometry.query_parts} parts of 8 and more")
         if registers(geometry.n) > REGISTERS[geometry.consumers][1]:
             return Verdict.no(f"{geometry.n} columns do not fit in the registers of {geometry.consumers} consumers")
-        if self.ctas < 0:
-            return Verdict.no(f"ctas = {self.ctas} must be at least 0")
+        if self.ctas < 0 or self.beyond < 0:
+            return Verdict.no(f"ctas = {self.ctas} and beyond = {self.beyond} must be at least 0")
         return Verdict.yes()
 
 

@@ -60,6 +60,7 @@ BINS = 2048
 DIGIT = 11  # bits
 LISTED = 128  # of a bin, at most
 SLACK = 1 / 8  # of the distance from floor to top, that bins reach below: some floors are too high for k
+SMEM = 228 << 10  # bytes of shared memory of an SM
 FEW = 256  # chosen, fewer than which the largest logit is the top
 MOST_K = 2048
 MOST_T = 32768
@@ -73,7 +74,8 @@ RESIDENT = {256: 4, 512: 2, 1024: 1}  # CTAs of an SM, at least: registers are l
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on. bits: of a logit. s: rows that share a row of the page table, 0 without one.
-    held: logits of a thread. threads: of a CTA. early: logits are loaded before the row's range is known."""
+    held: logits of a thread. threads: of a CTA. early: logits are loaded before the row's range is known. most: CTAs of
+    an SM, 1 or 2; 0: as many as fit."""
 
     k: int
     bits: int
@@ -81,6 +83,7 @@ class Geometry:
     held: int
     threads: int
     early: bool
+    most: int = 0
 
     @property
     def warps(self) -> int:
@@ -90,6 +93,11 @@ class Geometry:
     def resident(self) -> int:
         """CTAs of an SM, at least. Words of bf16 and the logits in them are in registers at the same time."""
         return RESIDENT[self.threads] - (self.bits == 16 and self.threads == 256)
+
+    @property
+    def room(self) -> int:
+        """Bytes of shared memory that keep more CTAs than `most` away."""
+        return SMEM // (self.most + 1) if self.most else 0
 
     @property
     def own_bins(self) -> int:
@@ -137,6 +145,8 @@ def shared_storage(geometry: Geometry) -> type:
         "columns": array(Int32, LISTED),
         "pages": array(Int32, geometry.threads * geometry.held // PAGE if geometry.s else 1),
     }
+    if geometry.room:
+        fields["room"] = array(Int32, geometry.room // 4)
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
@@ -705,7 +715,10 @@ def takes(pd: TopkProblem) -> Verdict:
 class TopkTiling(Tiling):
     """threads: of a CTA, 256, 512 or 1,024; 0: the most that have logits and of which the device takes all rows at
     once, where there are such, else the least that hold a row. early: whether logits are loaded before the row's range
-    is known, where the device takes all rows at once."""
+    is known, where the device takes all rows at once.
+
+    Where it takes all rows at once, CTAs are kept from sharing an SM if there are as many SMs as rows, and three from
+    sharing one if there are half as many: CTAs of a dependent launch gather on few SMs else."""
 
     # The name of what is compiled says what they come to.
     launch_fields: ClassVar[tuple[str, ...]] = ("threads", "early")
@@ -731,13 +744,14 @@ class TopkTiling(Tiling):
         most = t if aligned else t + self.skew(pd)
         fit = [x for x in THREADS if most <= x * MOST_HELD] or THREADS[-1:]
         at_once = [x for x in fit if rows <= sms * RESIDENT[x]]
-        # Of few rows more than half of the slots have logits, of more than a quarter of the SMs three eighths.
-        eighths = 4 if 4 * rows <= sms else 3
-        busy = [x for x in at_once if x * min(HELD) * eighths < 8 * most]
+        busy = [x for x in at_once if x * min(HELD) < 2 * most]  # more than half of the threads have logits
         threads = self.threads if self.threads in fit else busy[-1] if busy else fit[0]
         held = next(x for x in HELD if most <= x * threads)
         bits, s = 32 if pd.dtype == "fp32" else 16, pd.s if pd.table else 0
-        return Geometry(pd.topk, bits, s, held, threads, self.early and threads in at_once)
+        # CTAs of 1,024 threads are apart by their registers, and three of an SM are nearly as many as fit.
+        share = -(-rows // sms)
+        of = share if threads in at_once and threads < THREADS[-1] and share < 3 else 0
+        return Geometry(pd.topk, bits, s, held, threads, self.early and threads in at_once, of)
 
 
 class TopkPlan(KernelPlan):
@@ -794,4 +808,5 @@ class TopkPlan(KernelPlan):
             return rows_apart, starts, ends, table, host.fake(Int32, n, pd.topk, align=4), geometry
 
         name = f"topk_v5_{geometry.held}_{geometry.threads}{'_early' if geometry.early else ''}"
+        name += f"_of_{geometry.most}" if geometry.most else ""
         return host.stage(self, topk, launch_topk, name, arguments, given, inputs, outputs)

@@ -35,6 +35,7 @@ from typing import Any
 from mla_var3 import paths
 from mla_var3.catalogue import ledger, registry
 from mla_var3.catalogue.ledger import Line
+from mla_var3.catalogue.retired import retired
 from mla_var3.device import Device
 from mla_var3.lab.knobs import knobs, own_knobs
 from mla_var3.record import load
@@ -78,8 +79,14 @@ class Call:
     def plan(self) -> tuple[Any, Any]:
         kernel, pd, hardware = registry.KernelId.parse(self.label), problem_from_record(self.problem), self.device
         plan = registry.get_plan(kernel)(pd, None, Device.get(hardware))
-        # Of a record's knobs, those that the version still has.
-        return pd, plan.with_tiling(knobs(plan.tiling, own_knobs(type(plan), self.tiling)))
+        # Of a record's knobs, those that the version still has, but for parts that are retired since.
+        gone = retired()
+        asked = {
+            name: value
+            for name, value in own_knobs(type(plan), self.tiling).items()
+            if not (isinstance(value, str) and value in gone)
+        }
+        return pd, plan.with_tiling(knobs(plan.tiling, asked))
 
 
 def place_of(line: Line) -> tuple[Any, ...]:

@@ -63,7 +63,7 @@ function labelled(spec, rows, room) {
 }
 function lines(text, most) {
   const found = [""];
-  for (const word of text.split(/(?<=[ ,/])/)) {
+  for (const word of text.split(/(?<=[ ,/_+])/)) {
     if (found[found.length - 1].length + word.length > most) found.push("");
     found[found.length - 1] += word;
   }

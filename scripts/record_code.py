@@ -180,7 +180,10 @@ def compare(kernels: Collection[str]) -> int:
     """Compiles what lines of unchanged sources stand for with the compiler that is here, and prints those whose digest
     is another; 1 where there are any."""
     before = {place_of(line): line for line in ledger.lines() if line.source == ledger.source_of(line.kernel)}
-    calls = {place: call for call in wanted(kernels) if (place := call.place()) in before}
+    calls: dict[tuple[Any, ...], Call] = {}
+    for call in wanted(kernels):
+        if (place := call.place()) in before:
+            calls.setdefault(place, call)  # the first, of which lines are
     made = compiled_here(list(calls.values()))
     differing = [line for line in made if line.digest != before[place_of(line)].digest]
     for line in differing:

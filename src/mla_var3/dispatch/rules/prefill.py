@@ -46,7 +46,6 @@ VALUE_COLUMNS = Quantity("value columns", lambda pd: pd.d, _near_values, of_clas
 TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
 #: Where the tiles that other GPUs than Hopper have were right on an H200.
 CHECKED_COLUMNS = (Bound(KEY_COLUMNS, 127, above=True), Bound(KEY_COLUMNS, 192), Bound(VALUE_COLUMNS, 128))
-BLACKWELL = ("sm_100a", "sm_103a")
 SEEN = Quantity("keys that a query sees", _seen, _near_seen)
 
 RULES = (
@@ -90,18 +89,7 @@ RULES = (
         "it takes different lengths on every GPU from sm_80 on; the tiles that these GPUs have for such columns were "
         "checked on an H200",
         where=CHECKED_COLUMNS,
-        archs=("sm_80", "sm_86", "sm_89", "sm_120a"),
-    ),
-    Rule(
-        "cutile-dsl/flash_attention",
-        "it takes prompts of one length with the products that Blackwell has of its own",
-        archs=BLACKWELL,
-    ),
-    Rule(
-        "cute-dsl/flash_attention_mma",
-        "it takes what cuTile's version does not take there, as different lengths; its tiles were checked on an H200",
-        where=CHECKED_COLUMNS,
-        archs=BLACKWELL,
+        archs=("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a"),
     ),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from planning import planned, right
+from planning import planned, right, writes_the_same_bits
 
 from mla_var3.catalogue import registry
 from mla_var3.workload.prefill import PrefillProblem
@@ -46,15 +46,6 @@ def test_rows_that_see_one_key_of_their_first_kv_tile_are_as_exact_as_others(ker
 def test_the_same_bits_in_every_call(kernel: registry.KernelId) -> None:
     """Query tiles go to whichever CTA asks first, and hundreds of requests of no and few tokens follow each other in
     one: a stage or a query tile that is overwritten too early would show."""
-    import torch
-
     pairs = [((7 * i) % 150, (11 * i) % 260) for i in range(300)]
     plan = planned(kernel, PrefillProblem(b=len(pairs), h=8, causal=True, lengths=pairs))
-    bound = plan.plan(*plan.prepare_inputs("cuda", seed=1, dist="normal"))
-    bound()
-    first = [x.clone() for x in bound.output_tensors]
-    for _ in range(20):
-        for x in bound.output_tensors:
-            x.fill_(float("nan"))
-        bound()
-        assert all(torch.equal(x, y) for x, y in zip(first, bound.output_tensors, strict=True))
+    writes_the_same_bits(plan.plan(*plan.prepare_inputs("cuda", seed=1, dist="normal")))

@@ -297,5 +297,5 @@ WORKLOAD = Workload(
     small=small,
     as_bound=as_bound,
     sample=sample,
-    variants=({"t": 8192},),  # version 4 in CuTe DSL holds a row in registers
+    variants=({"t": 8192},),  # rows that versions in CuTe DSL hold in registers
 )

@@ -184,13 +184,6 @@ def key_of(value: Float32) -> Uint32:
 
 
 @cute.jit
-def value_of(key: Uint32) -> Float32:
-    """The number of a key; NaN of those above that of +inf."""
-    bits = key.bitcast(Int32)
-    return (bits ^ (~(bits >> 31) | Int32(-(1 << 31)))).bitcast(Float32)
-
-
-@cute.jit
 def in_order(bits: Int32) -> Int32:
     """A whole number in the order of the values from a number's bits, and the bits from that. NaN is the largest."""
     return bits ^ ((bits >> 31) & Int32(MOST))

@@ -38,7 +38,7 @@ def test_a_spilling_kernel() -> None:
     assert "1,808 bytes" in first(d).text and "226 STL" in first(d).text and "48 %" in first(d).text
     assert d.reason.startswith("latency-bound: it spills registers")
     assert {"anti-patterns/register-ceiling.md", "anti-patterns/carried-over-tiles.md"} <= set(paths(d.anti_patterns))
-    assert "optimizations/products/two-warpgroup-output.md" in paths(d.optimizations)
+    assert "optimizations/two-warpgroup-output.md" in paths(d.optimizations)
 
 
 SPILLING: dict[str, Any] = {"registers": 168, "spill_bytes": 140, "stack_bytes": 24}
@@ -51,14 +51,14 @@ def test_spills_outside_of_the_loop_of_products_are_a_remark_and_no_reason() -> 
     assert first(inside).key == "spills" and first(inside).settled
     assert "140 bytes of it in the loop of products; warps wait 42 %" in first(inside).text
     assert set(paths(inside.anti_patterns)) >= REGISTERS
-    assert "optimizations/products/two-warpgroup-output.md" in paths(inside.optimizations)
+    assert "optimizations/two-warpgroup-output.md" in paths(inside.optimizations)
     outside = diagnose(evidence(stalls=stalls, resources={**SPILLING, "spill_loop_bytes": 0}))
     assert "spills" not in outside.reason
     (sign,) = (s for s in outside.signs if "spill" in s.key)
     assert sign.key == "spills outside" and "none of them in the loop of products" in sign.text
     assert "42 %" not in sign.text and sign.weight < REASON and outside.signs[-1] == sign
     assert not REGISTERS & set(paths(outside.anti_patterns))
-    assert "optimizations/products/two-warpgroup-output.md" not in paths(outside.optimizations)
+    assert "optimizations/two-warpgroup-output.md" not in paths(outside.optimizations)
 
 
 def test_where_an_older_record_spills_is_asked_for_until_it_is_located() -> None:

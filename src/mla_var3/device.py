@@ -146,8 +146,8 @@ class Device:
         devices = _devices()
         if key not in devices:
             raise UserError(
-                f"There is no device {key!r}: {nearest(key, devices)}. For a GPU that is not among them name one of its "
-                f"architecture, as a40 for an RTX 3090 (sm_86) and rtx4090 for an L4 (sm_89)."
+                f"There is no device {key!r}: {nearest(key, devices)}. For a GPU that is not among them name one of "
+                "its architecture, as a40 for an RTX 3090 (sm_86) and rtx4090 for an L4 (sm_89)."
             )
         return devices[key]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,9 @@ OTHERS = {
     "GB10": gpu("NVIDIA GB10", 12, 1, 48, 101376),
 }
 TURING = gpu("Tesla T4", 7, 5, 40, 65536)
-FEW, MANY = {"b": 4, "h": 16, "t": 1000}, {"b": 4, "h": 128, "t": 1000}
-PROMPT = {"b": 1, "s": 512, "h": 16, "t": 512, "causal": True}
+FEW: dict[str, Any] = {"b": 4, "h": 16, "t": 1000}
+MANY: dict[str, Any] = {**FEW, "h": 128}
+PROMPT: dict[str, Any] = {"b": 1, "s": 512, "h": 16, "t": 512, "causal": True}
 
 
 def picked(problem: Problem, device: Device) -> str:
@@ -48,6 +50,7 @@ def test_a_gpu_that_has_no_entry_gets_the_kernels_of_single_warps(name: str) -> 
     device = OTHERS[name]
     assert not device.known
     decode, sparse = "cute-dsl/flash_mla_mma_v1", "cute-dsl/sparse_mla_mma"
+    fields: dict[str, Any]
     for fields in ({}, {"k": 256}, {"k": 128}, {"k": 512, "p": 0}, {"dtype": "fp16", "page": 5}, {"page": 1}):
         assert picked(MlaProblem(**FEW, **fields), device) == decode
     assert picked(MlaProblem(**MANY), device) == "triton/flash_mla"

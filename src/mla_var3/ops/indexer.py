@@ -35,7 +35,7 @@ WORKSPACE = 256 << 20
 #: Columns of a page table for each token that is chosen, up to which `indexer_topk` leaves out logits of query tokens
 #: that choose all of theirs (`beyond` of mqa_logits_v4). What is known without the device is how long rows can be, not
 #: how long they are. On an H200 128 requests of up to twice as many tokens as are chosen take 0.85 of the time, and
-#: requests that are all longer 1.00 to 1.01; of these one in 64 that is not pays for it (devlogs/indexer_topk). The
+#: requests that are all longer 1.00 to 1.01; two in 64 that are not pay for it (devlogs/indexer_topk). The
 #: longer rows can be, the less of all tokens is in such as choose all of theirs.
 LEFT_OUT = 2
 
@@ -153,15 +153,19 @@ def indexer_topk(
     kernel: str | None = None,
     on: Engine | None = None,
 ) -> torch.Tensor:
-    """The k cached tokens that each query token wants most, (query tokens, k) int32: `topk_indices` of
-    `indexer_logits`.
+    """The k cached tokens that each query token wants most, (query tokens, k) int32, with -1 behind those of a query
+    token that sees fewer: what `topk_indices` returns for the scores that `indexer_logits` computes.
 
-    Arguments are theirs. With page_table the indices are slots of the cache, else keys. Logits are float32. Of more
-    than 256 MB of them, query tokens (with page_table, requests) are taken in parts of up to 256 MB, one after the
-    other; the logits of up to three parts were seen to be allocated at once. A single request's logits, 256 · width · s
-    bytes with page_table, may be more than a part.
+    The arguments are those of the two functions. With page_table the indices are slots of the cache, else keys. Logits
+    are float32. Where they are more than 256 MiB, query tokens (with page_table, requests) are taken in parts of up to
+    256 MiB, one after the other; the logits of up to three parts were seen to be allocated at once. A single request
+    with page_table has 256 · s bytes of logits for each column of the table, which may be more than a part.
 
-    kernel names a version of workload indexer_topk, which computes everything in one call and takes no parts.
+    Where no query token can see more than k tokens, no logits are computed. Where the page table has room for up to 2 k
+    tokens, those of query tokens that see at most k are left out, as such a query token gets all of its tokens.
+
+    kernel names a version of workload indexer_topk, which computes everything in one call; it takes no parts, and
+    refuses more than 256 MiB of logits.
     """
     import torch
 

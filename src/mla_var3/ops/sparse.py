@@ -270,8 +270,12 @@ def _computed(
 
 @functools.lru_cache(maxsize=1024)
 def _fits(problem: SparseProblem, device: Device | None, fixed_split: int | None) -> bool:
-    """Whether the version that is picked for as many requests of one query token takes those of a request together. If
-    none is, whatever is picked for the problem computes it."""
+    """Whether a call is computed as it is, and not by `_by_token`.
+
+    That is so if the version that is picked for `_apart(problem)`, the same query tokens as requests of one, takes the
+    problem itself, too. It is also so if no version is picked for `_apart(problem)`: nothing is won by taking the query
+    tokens apart then.
+    """
     try:
         way = way_for(_apart(problem), device, fixed_split=fixed_split)
     except Unsupported:
@@ -281,7 +285,8 @@ def _fits(problem: SparseProblem, device: Device | None, fixed_split: int | None
 
 
 def _apart(problem: SparseProblem) -> SparseProblem:
-    """The problem with a request for each query token, all of which attend to the same caches."""
+    """The problem with a request for each query token. The caches stay the same: t and extra_t are tokens of a request,
+    so they are divided by the query tokens that a request had."""
     tokens = {name: max(1, getattr(problem, name) // problem.s) for name in ("t", "extra_t") if getattr(problem, name)}
     return problem.replace(b=problem.b * problem.s, s=1, **tokens)
 
@@ -294,7 +299,8 @@ def _by_token(
     fixed_split: int | None,
     on: Engine | None,
 ) -> None:
-    """Computes (out, lse) of `_apart`."""
+    """Computes a call as `_apart` says, and writes the outputs (out, lse) that are given. lse is copied, as its rows
+    are of heads; out is where its requests and query tokens cannot be viewed as one dimension."""
     (out, lse), (b, s, h, _) = outputs, inputs["q"].shape
     each = {
         name: x.flatten(0, 1).unsqueeze(1) if name in ROWS else x.repeat_interleave(s) if name in COUNTS else x

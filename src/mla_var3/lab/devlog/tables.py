@@ -52,9 +52,13 @@ def problem_label(record: Record) -> str:
 
 
 def cell_names(records: Iterable[Record]) -> dict[tuple[str, str], str]:
-    """Cell -> its name in a table of these records, in the order of names with numbers in them by size: the label of
-    its problem, and behind it, where another problem of the table has that label, the fields by which they differ
-    (`v32_b2_s2_h16_top2048, sink`); one that is false or empty is not said."""
+    """The name of each cell in a table of these records, sorted by name; numbers in names are sorted by size, so that
+    b8 is in front of b16.
+
+    A name is the label of the cell's problem. Where two problems of the table have one label, the fields by which they
+    differ stand behind it, those that are true or have a value: `v32_b2_s2_h16_top2048, sink` beside
+    `v32_b2_s2_h16_top2048`, which has no sink.
+    """
     alike: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
     for record in records:
         alike.setdefault(problem_label(record), {})[cell(record)] = record["problem"]

@@ -344,6 +344,10 @@ def test_a_servers_bundle_has_the_versions_of_its_calls(
     assert {f"s{s}_h16_kv1_k512_p64_d128_causal_pg32_bf16" for s in range(2, 9)} < classes
     assert {"s1_h16_kv1_k512_p64_d128_causal_pg32_bf16_packed", "sparse_v32_s1_h16_pg32_x0"} < classes
     assert {"prefill_h16_kv16_p64_d128_causal_bf16", "append_v32_powers_h16_c192_interleaved_32_int64"} < classes
+    assert {"indexer_s1_h64_fp32", "topk2048_s4_fp32", "topk2048_rows_fp32"} < classes
+    assert "index_append_powers_halves_int64" in classes, "the indexer's heads are not divided"
+    of_indexer = [job for job in made if job.kernel == "cute-dsl/mqa_logits_v4"]
+    assert {knobs["beyond"] for job in of_indexer for _, knobs in job.points} == {0, 2048}
     assert not any(job.checked for job in made), "of a server, nobody checks"
     for name in ("deepseek-v2-lite", "deepseek-v4-flash", "minicpm3", "kimi-linear", "longcat-flash"):
         assert main([*words, "--model", name, "--tp", "1"]) == 0 and made

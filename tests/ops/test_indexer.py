@@ -135,6 +135,30 @@ def test_rows_that_may_be_short_get_the_code_of_the_two_kernels(
     assert (plan.tiling == own.tiling) == told and plan.tiling.beyond == (k if told else 0)
 
 
+@pytest.mark.parametrize("table", [True, False])
+@pytest.mark.parametrize(("t", "k"), [(512, 512), (1024, 512), (2048, 512), (65536, 2048)])
+def test_what_a_bundle_asks_for_is_what_a_call_launches(
+    t: int, k: int, table: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from mla_var3.device import Device
+
+    problem = IndexerTopkProblem(b=2 if table else 1, s=3, t=t, topk=k, table=table)
+    calls: list[Any] = []
+
+    def served(function: str, asked: Any, inputs: Any, outputs: Any, kernel: Any, on: Any, **_: Any) -> None:
+        calls.append((asked, indexer.way_for(asked, Device.get("h200"))))
+
+    monkeypatch.setattr(indexer, "compute", lambda served, way, some, *_: calls.append((some, way)))
+    monkeypatch.setattr(indexer, "serve", served)
+    args, options, _ = call(problem)
+    indexer_topk(*args, k=k, **options)
+    told = indexer.launched(problem, Device.get("h200"))
+    assert [(of.problem_class(), of.t, way.key) for of, way in told] == [
+        (of.problem_class(), of.t, way.key) for of, way in calls
+    ]
+
+
 def test_rows_that_lie_apart_and_lengths_of_int64() -> None:
     torch.manual_seed(0)
     wide = torch.randn(5, 3, 40)[:, 1]

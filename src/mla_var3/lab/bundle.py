@@ -19,6 +19,7 @@ from mla_var3.catalogue.registry import KernelId
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.files import write_whole
+from mla_var3.ops.indexer import launched
 from mla_var3.ops.ways import way_for
 from mla_var3.runtime.types import Tiling
 from mla_var3.toolchain import aot, loader, without_compiler
@@ -26,6 +27,8 @@ from mla_var3.toolchain.bundle import Bundle
 from mla_var3.toolchain.pool import compile_many
 from mla_var3.workload import Problem, problem_from_record
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.index_append import IndexAppendProblem
+from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.norm import NormProblem
 from mla_var3.workload.packed_append import PackedAppendProblem
 from mla_var3.workload.prefill import PrefillProblem
@@ -290,8 +293,15 @@ def _joined(folder: Path, made: Sequence[dict[str, Any]]) -> list[dict[str, Any]
 
 
 # ---------------------------------------------------------------- for a server
-#: Models whose layers attend to tokens that an indexer chose, and to how many.
-CHOSEN = {"deepseek-v3.2": 2048, "glm-5": 2048}
+#: Models whose layers attend to tokens that an indexer chose: to how many, and the indexer's heads, which tensor
+#: parallelism does not divide, as all devices need the same tokens.
+CHOSEN = {"deepseek-v3.2": (2048, 64), "glm-5": (2048, 32)}
+#: Models whose indexer turns columns 2i and 2i + 1 together (RoPE).
+INTERLEAVED = ("glm-5",)
+#: Query tokens of a request of the indexer, and tokens that its page table has room for: the top-k's code depends on
+#: both.
+DRAFTED = range(1, 5)
+ROOM = tuple(1 << i for i in range(10, 18))
 #: Query tokens of a request, requests and cached tokens of calls: a class of calls gets the versions of all of them.
 TOKENS, REQUESTS, CONTEXTS = range(1, 9), (1, 8, 64, 256), (256, 2048, 16384, 131072)
 #: Query tokens of a request in the mean, where requests differ in theirs.
@@ -304,8 +314,8 @@ def served(model: Mapping[str, Any], tp: int = 1, page: int | None = PAGE) -> li
     """Problems that stand for the calls of a serving engine: `model`, a file of conf/model, on each of tp devices.
 
     Dense decode of one to eight query tokens a request and of requests that differ in theirs, over caches in bf16 and,
-    of 576 columns, in fp8 with one scale; sparse decode of models that choose tokens; prompts and chunks; new tokens
-    into these caches; and the norm of the latent.
+    of 576 columns, in fp8 with one scale; sparse decode of models that choose tokens, and their indexer; prompts and
+    chunks; new tokens into these caches; and the norm of the latent.
     """
     if tp < 1 or model["h"] % tp:
         raise UserError(f"--tp {tp} does not divide the {model['h']} heads of {model['name']}: give a divisor.")
@@ -320,8 +330,9 @@ def served(model: Mapping[str, Any], tp: int = 1, page: int | None = PAGE) -> li
             found += [SparseProblem(**sizes, s=s, layout="flat", paged=True) for s in TOKENS]
             chosen = CHOSEN.get(model["name"])
             if chosen is not None:
+                topk, _ = chosen
                 kinds = itertools.product(("v32", "bf16"), (False, True))  # the plug-ins give lengths in large steps
-                found += [SparseProblem(**sizes, topk=chosen, layout=x, lengths=given) for x, given in kinds]
+                found += [SparseProblem(**sizes, topk=topk, layout=x, lengths=given) for x, given in kinds]
     for s, t in itertools.product((128, 1024, 8192), (0, 8192)):
         heads = {"h": h, "p": p, "d": d}
         found.append(PrefillProblem(**heads, s=s, t=t or s, causal=not t))
@@ -335,7 +346,20 @@ def served(model: Mapping[str, Any], tp: int = 1, page: int | None = PAGE) -> li
         if (k, p) == (512, 64):
             layouts = ("flat", "v32") if model["name"] in CHOSEN else ("flat",)
             found += [PackedAppendProblem(**new, k=k, p=p, layout=layout) for layout in layouts]
+    if model["name"] in CHOSEN:
+        found += _indexer(model["name"])
     return list(dict.fromkeys(found))
+
+
+def _indexer(model: str) -> list[Problem]:
+    """Calls of the indexer of a model: over its cache, over the keys of prompts, and the append of new keys."""
+    topk, heads = CHOSEN[model]
+    of: dict[str, Any] = {"heads": heads, "topk": topk}
+    tables = itertools.product(REQUESTS, DRAFTED, ROOM)
+    found: list[Problem] = [IndexerTopkProblem(b=b, s=s, t=t, table=True, **of) for b, s, t in tables]
+    found += [IndexerTopkProblem(b=1, s=s, t=t, table=False, **of) for s in (128, 8192) for t in ROOM if t >= s]
+    interleaved = model in INTERLEAVED
+    return [*found, *(IndexAppendProblem(tokens=tokens, interleaved=interleaved) for tokens in (1, 64, 8192))]
 
 
 def make_served(
@@ -353,17 +377,24 @@ def make_served(
     refused: dict[tuple[str, str], str] = {}
     for problem in problems:
         try:
-            way = way_for(problem, device)
+            calls = (
+                launched(problem, device)
+                if isinstance(problem, IndexerTopkProblem)
+                else [(problem, way_for(problem, device))]
+            )
         except UserError as error:
             refused[problem.workload, str(error)] = problem.label
             continue
-        label, plan = way.key[0].label, way.make(problem, device)
-        if _language(label) != LANGUAGE:
-            refused[problem.workload, f"{label} computes it, which is not of {LANGUAGE}"] = problem.label
-            continue
-        key = label, problem.problem_class().key(), json.dumps(aot.code_knobs(plan.tiling), sort_keys=True, default=str)
-        job = groups.get(key) or BundleJob(label, (), device.key, str(Path(folder) / "objects"))
-        groups[key] = replace(job, points=(*job.points, (problem.to_record(), plan.tiling.to_record())))
+        for of, way in calls:
+            label, plan = way.key[0].label, way.make(of, device)
+            if _language(label) != LANGUAGE:
+                refused[of.workload, f"{label} computes it, which is not of {LANGUAGE}"] = of.label
+                continue
+            key = label, of.problem_class().key(), json.dumps(aot.code_knobs(plan.tiling), sort_keys=True, default=str)
+            job = groups.get(key) or BundleJob(label, (), device.key, str(Path(folder) / "objects"))
+            point = of.to_record(), plan.tiling.to_record()
+            if point not in job.points:
+                groups[key] = replace(job, points=(*job.points, point))
     said = [(f"{workload} {label}", why) for (workload, why), label in refused.items()]
     return _make(Path(folder), list(groups.values()), said, device, workers, progress)
 

@@ -28,7 +28,9 @@ from mla_var3.workload.topk import TopkProblem
 if TYPE_CHECKING:
     import torch
 
-    from mla_var3.ops.engine import Engine
+    from mla_var3.device import Device
+    from mla_var3.ops.engine import Engine, Way
+    from mla_var3.workload import Problem
 
 #: Most bytes of logits of a part of `indexer_topk`, unless one request has more.
 WORKSPACE = 256 << 20
@@ -178,7 +180,6 @@ def indexer_topk(
         return out
     each = problem.s if problem.table else 1  # rows of logits of an entry of q
     step = max(1, WORKSPACE // (4 * problem.columns * each))
-    knobs = (("beyond", k),) if problem.table and problem.columns <= LEFT_OUT * k else ()
     served = engine_of(on, inputs[0], "q", "indexer_topk")
     found = []
     for first in range(0, max(len(q), 1), step):
@@ -197,11 +198,29 @@ def indexer_topk(
             ranges = {"starts": low[part]}
         logits = new_logits(some, codes, (last - first) * each, problem.columns)
         if len(logits):
-            way = way_for(some, served.hardware(q.device), knobs=knobs)  # heads that none takes are told of, always
+            way = _scored(some, k, served.hardware(q.device))  # heads that none takes are told of, always
             if problem.columns > k:
                 compute(served, way, some, of_part, (logits,))
         found.append(topk_indices(logits, high[part], k, on=on, **ranges))
     return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def launched(problem: IndexerTopkProblem, device: Device) -> list[tuple[Problem, Way]]:
+    """What `indexer_topk` launches for a problem whose logits are one part, each with how it is computed: the logits'
+    kernel, unless no query token can see more than k tokens, and the top-k's."""
+    s, k, table = problem.s, problem.topk, problem.table
+    some = _logits(problem.b, s, problem.t, problem.heads, table, problem.dtype)
+    chosen = _topk(problem.b, s, some.columns, k, True, problem.dtype)
+    if not table:
+        chosen = _topk(problem.rows, 1, some.columns, k, False, problem.dtype)
+    logits = [(some, _scored(some, k, device))] if some.columns > k else []
+    return [*logits, (chosen, way_for(chosen, device))]
+
+
+def _scored(problem: IndexerLogitsProblem, k: int, device: Device | None) -> Way:
+    """How the logits are computed of which each query token's k largest are chosen."""
+    knobs = (("beyond", k),) if problem.table and problem.columns <= LEFT_OUT * k else ()
+    return way_for(problem, device, knobs=knobs)
 
 
 @traceable

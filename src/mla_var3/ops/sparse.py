@@ -299,8 +299,9 @@ def _by_token(
     fixed_split: int | None,
     on: Engine | None,
 ) -> None:
-    """Computes a call as `_apart` says, and writes the outputs (out, lse) that are given. lse is copied, as its rows
-    are of heads; out is where its requests and query tokens cannot be viewed as one dimension."""
+    """Computes a call as `_apart` says, and writes the outputs (out, lse) that are given. lse (b, h, s) is copied, as
+    its requests and query tokens do not lie beside each other. out is copied where its requests and query tokens cannot
+    be viewed as one dimension."""
     (out, lse), (b, s, h, _) = outputs, inputs["q"].shape
     each = {
         name: x.flatten(0, 1).unsqueeze(1) if name in ROWS else x.repeat_interleave(s) if name in COUNTS else x

@@ -91,8 +91,8 @@ FlashMLA's inputs, with D columns and many keys; a cosine difference is half the
 A saddle-point approximation of the same model without the normal logarithm gives the share of rows above the bound:
 1.3e-11 with 128 columns, 7e-12 with 96, 4e-12 with 64. That is so few that the bound needs no term for the number of
 rows: of checks of a hundred million rows, one in a thousand has a right row above it. Of a million rows of 64 columns
-the worst is expected at 5.0e-6; FlashAttention-3 and -4 and this project's kernels were at 5.0e-6 to 5.4e-6 in 0.2 to
-1.8 million.
+the worst is expected at 5.0e-6 by that model; FlashAttention-3 and -4 and this project's kernels were at 5.0e-6 to
+5.4e-6 in 0.2 to 1.8 million.
 
 From 128 columns on the bound stays 5e-6. The bound of 1.02e-5 for rows that one key rules stays as it is, whatever the
 columns: the larger part of it is one key's error in P, which is the same in all columns, so that it does not spread

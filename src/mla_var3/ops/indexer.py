@@ -163,9 +163,9 @@ def indexer_topk(
     256 MiB, one after the other; the logits of up to three parts were seen to be allocated at once. A single request
     with page_table has 256 · s bytes of logits for each column of the table, which may be more than a part.
 
-    Where there are at most k keys, or the page table has room for at most k tokens, no logits are computed. Where it has
-    room for up to 2 k tokens, those of query tokens that see at most k are left out, as such a query token gets all of
-    its tokens.
+    Where there are at most k keys, or the page table has room for at most k tokens, no logits are computed. Where it
+    has room for up to 2 k tokens, those of query tokens that see at most k are left out, as such a query token gets all
+    of its tokens.
 
     kernel names a version of workload indexer_topk, which computes everything in one call; it takes no parts, and
     refuses more than 256 MiB of logits.

@@ -122,7 +122,7 @@ def class_of(problem: SparseProblem | MlaProblem, device: Device | None, kernel:
     """Equal for cases that have one compiled kernel."""
     label = kernel or (DENSE_KERNEL if isinstance(problem, MlaProblem) else KERNEL)
     plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, device)
-    return f"{problem.problem_class().key()} {json.dumps(code_knobs(plan.tiling), sort_keys=True)}"
+    return f"{plan.code_class(problem).key()} {json.dumps(code_knobs(plan.tiling), sort_keys=True)}"
 
 
 def room_of(problem: SparseProblem | MlaProblem) -> int:

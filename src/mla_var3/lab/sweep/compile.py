@@ -84,7 +84,8 @@ def compile_here(jobs: Sequence[StoredJob], workers: int | None = None) -> list[
 
 def _sharing(point: Point) -> Any:
     """What makes two points the same code: a split decided from b and t is part of the launch, or of the pipeline."""
-    return (point.kernel, point.problem.problem_class(), point.tiling, point.device.key, _shape(point))
+    code_class = registry.get_plan(point.kernel).code_class(point.problem)
+    return (point.kernel, code_class, point.tiling, point.device.key, _shape(point))
 
 
 def _shape(point: Point) -> Any:

@@ -4,6 +4,7 @@
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --seconds 180
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --dense --kernel cute-dsl/flash_mla_mma_v1
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --part 2/4
+    scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --bundled
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --count h200      # needs no GPU
 
 The folder is that of a checkout: of revision 9241ae3, whose test has 4,748 cases, or of a later one with the layouts of
@@ -14,8 +15,10 @@ version that computes all cases; without it the one that is picked does.
 
 Cases of one class of code are run one after another in one process, since compiling it takes longer than running them,
 classes with many cases first. Results go to the file of --done, a line a case; cases that it has are left out, so that
-the next run goes on where this one ended. --part N/M leaves all classes but every M-th to other runs. Prints how many
-cases were right, wrong or refused, and what the wrong ones were. Exit code: 0 where none was wrong.
+the next run goes on where this one ended. --part N/M leaves all classes but every M-th to other runs. --bundled runs
+what open bundles (MLA_VAR3_BUNDLES) have code for: nothing is compiled then, and the cases of a class run in several
+processes at once. Prints how many cases were right, wrong or refused, and what the wrong ones were. Exit code: 0 where
+none was wrong.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.ops import flash_mla
-from mla_var3.toolchain.aot import code_knobs
+from mla_var3.toolchain import aot
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.sparse_decode import SparseProblem
 
@@ -53,7 +56,9 @@ KERNEL, DENSE_KERNEL = "cute-dsl/sparse_mla_v2", "cute-dsl/flash_mla_v23"  # wha
 COMPUTE = ("mla_decode", "packed_mla_decode", "sparse_mla_decode")
 LAYOUTS = {"V41_FP8Sparse": "v41", "V41_FP4Sparse": "v41_fp4"}
 RIGHT, WRONG, REFUSED, NO_ROOM = "right", "wrong", "refused", "no room"
-LAST_OF = 25.0  # seconds before the end, from which on no class is begun, which has to be compiled first
+LAST_OF = 25.0  # seconds before the end, from which on no class is begun, which has to be compiled first;
+LAST_OF_BUNDLED = 5.0  # and which has not
+TOGETHER = 16  # cases of a bundled class that one process runs: with a class a process, the largest would end last
 SHARE = 0.8  # of the GPU's memory, for tensors of cases that run at a time
 
 
@@ -122,7 +127,18 @@ def class_of(problem: SparseProblem | MlaProblem, device: Device | None, kernel:
     """Equal for cases that have one compiled kernel."""
     label = kernel or (DENSE_KERNEL if isinstance(problem, MlaProblem) else KERNEL)
     plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, device)
-    return f"{plan.code_class(problem).key()} {json.dumps(code_knobs(plan.tiling), sort_keys=True)}"
+    return f"{plan.code_class(problem).key()} {json.dumps(aot.code_knobs(plan.tiling), sort_keys=True)}"
+
+
+def is_bundled(problem: SparseProblem | MlaProblem, device: Device, kernel: str = "") -> bool:
+    """Whether open bundles have the code of a case."""
+    label = kernel or (DENSE_KERNEL if isinstance(problem, MlaProblem) else KERNEL)
+    plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, device)
+    there = {entry["identity"] for folder in aot.bundle_dirs() for entry in aot.entries_of(folder)}
+    source, made = aot.source_of(plan).hash, plan.plan_empty()
+    names = [stage.name for stage in getattr(made, "stages", ())] or [made.name]
+    keys = [aot.make_key(source, plan.code_class(problem), plan.tiling, device, name) for name in names]
+    return all(key.identity in there for key in keys)
 
 
 def room_of(problem: SparseProblem | MlaProblem) -> int:
@@ -189,6 +205,8 @@ def work(pipe: Connection, folder: Path, dense: bool = False, kernel: str = "") 
 
     warnings.simplefilter("ignore")  # FlashMLA's way to take slices is deprecated
     suite = Suite.of(folder, dense)
+    if not kernel:
+        registry.get_plan(registry.KernelId.parse(DENSE_KERNEL if dense else KERNEL))  # takes seconds
     for name in COMPUTE if kernel else ():
         setattr(flash_mla, name, functools.partial(getattr(flash_mla, name), kernel=kernel))
     torch.set_num_threads(1)
@@ -235,6 +253,7 @@ class Run:
     memory: int
     dense: bool = False
     kernel: str = ""
+    last: float = LAST_OF
     found: list[tuple[int, str, str]] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
     waiting: list[tuple[Worker, int]] = field(default_factory=list)
@@ -249,7 +268,7 @@ class Run:
 
     def all(self, processes: int) -> None:
         """Until all classes are run, or time is up."""
-        for _ in range(min(processes, len(self.classes))):
+        for _ in range(min(processes, len(self.classes)) - len(self.workers)):
             self.start()
         while self.workers and (left := self.end - time.monotonic()) > 0:
             for pipe in wait([w.pipe for w in self.workers], timeout=min(left, 1.0)):
@@ -266,11 +285,11 @@ class Run:
             self.waiting = [each for each in self.waiting if each[0] is not worker]
             if worker.numbers:  # what it had left is another's
                 self.classes.append(worker.numbers)
-            if self.classes and self.end - time.monotonic() > LAST_OF:
+            if self.classes and self.end - time.monotonic() > self.last:
                 self.start()
             return
         if kind == "class":
-            worker.numbers = self.classes.pop() if self.classes and self.end - time.monotonic() > LAST_OF else []
+            worker.numbers = self.classes.pop() if self.classes and self.end - time.monotonic() > self.last else []
             worker.pipe.send(list(worker.numbers) or None)
         elif kind == "room":
             self.waiting.append((worker, rest[0]))
@@ -298,14 +317,19 @@ class Run:
 
 # ------------------------------------------------------------------------------------------------ command
 def classes_of(
-    cases: list[Any], device: Device | None, part: tuple[int, int], done: set[int], kernel: str = ""
-) -> list[list[int]]:
-    """Numbers of cases, a list a class, those with most cases first."""
+    cases: list[Any], device: Device | None, part: tuple[int, int], done: set[int], kernel: str = "",
+    bundled: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    """Numbers of cases, a list a class, those with most cases first. bundled: only of classes that open bundles have,
+    and lists of at most `TOGETHER`."""
     found: dict[str, list[int]] = {}
     for number, case in enumerate(cases):
         found.setdefault(class_of(problem_of(case), device, kernel), []).append(number)
-    ordered = sorted(found.values(), key=len, reverse=True)[part[0] - 1 :: part[1]]
-    left = ([number for number in numbers if number not in done] for numbers in ordered)
+    ordered = sorted(found.values(), key=len, reverse=True)
+    if bundled and device is not None:
+        ready = [numbers for numbers in ordered if is_bundled(problem_of(cases[numbers[0]]), device, kernel)]
+        ordered = [numbers[i : i + TOGETHER] for numbers in ready for i in range(0, len(numbers), TOGETHER)]
+    left = ([number for number in numbers if number not in done] for numbers in ordered[part[0] - 1 :: part[1]])
     return [numbers for numbers in left if numbers]
 
 
@@ -330,6 +354,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dense", action="store_true", help="the test of dense decode")
     parser.add_argument("--kernel", default="", metavar="LABEL", help="the version that computes all cases")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="N/M: every M-th class, from the N-th on (1/1)")
+    parser.add_argument("--bundled", action="store_true", help="only what open bundles have code for")
     parser.add_argument("--seconds", type=float, default=600.0, help="time that the run takes at most (600)")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="at a time")
     parser.add_argument("--memory", type=float, help="GB for what runs at a time (0.8 of what is free)")
@@ -342,16 +367,20 @@ def main(argv: list[str]) -> int:
     device = Device.get(asked.count) if asked.count else Device.detect()
     if device is None:
         parser.error("there is no GPU here: give --count DEVICE to count cases.")
+    last = LAST_OF_BUNDLED if asked.bundled else LAST_OF
+    run = Run(asked.tests, asked.done, [], end, 0, asked.dense, asked.kernel, last)
+    for _ in range(0 if asked.count else asked.processes):  # they import what they need while cases are counted
+        run.start()
     suite, before = Suite.of(asked.tests, asked.dense), already(asked.done)
-    classes = classes_of(suite.cases, device, asked.part, set(before), asked.kernel)
-    asked_for = sum(map(len, classes))
-    print(f"{len(suite.cases)} cases, {len(before)} done; {asked_for} in {len(classes)} classes now", flush=True)
+    classes = classes_of(suite.cases, device, asked.part, set(before), asked.kernel, asked.bundled)
+    asked_for, several = sum(map(len, classes)), "lists" if asked.bundled else "classes"
+    print(f"{len(suite.cases)} cases, {len(before)} done; {asked_for} in {len(classes)} {several} now", flush=True)
     if asked.count:
         return 0
     import torch
 
-    memory = round(1e9 * asked.memory if asked.memory else SHARE * torch.cuda.mem_get_info()[0])
-    run = Run(asked.tests, asked.done, classes[::-1], end, memory, asked.dense, asked.kernel)
+    run.classes = classes[::-1]
+    run.memory = round(1e9 * asked.memory if asked.memory else SHARE * torch.cuda.mem_get_info()[0])
     run.all(asked.processes)
     verdicts = {**before, **{number: (verdict, why) for number, verdict, why in run.found}}
     counts = Counter(verdict for verdict, _ in verdicts.values())

@@ -27,7 +27,7 @@ class Case(types.SimpleNamespace):
 def gen_testcase():
     fields = {"h_q": 64, "s_q": 1, "s_kv": 512, "topk": 64, "d_qk": 576, "have_topk_length": False, "extra_topk": None,
               "enable_attn_sink": True, "extra_s_k": None, "extra_block_size": None, "have_extra_topk_length": False}
-    return [Case(b=4, block_size=2 if i < 6 else 61, **fields) for i in range(8)]
+    return [Case(b=4, block_size=64 if i < 6 else 61, **fields) for i in range(8)]
 
 def run(case, made, meta, _):
     if case.seed == 3:
@@ -115,6 +115,23 @@ def test_a_run_goes_on_where_the_one_before_ended(suite: Any, tmp_path: Path) ->
     lines = [json.loads(line) for line in done.read_text().splitlines()]
     assert {line["case"]: (line["verdict"], line["why"]) for line in lines} == verdicts
     assert not any(each.process.is_alive() for each in run.workers)
+
+
+def test_bundled_classes_are_cut_into_lists(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal classes of code have their cases run in several processes, and what would be compiled is left out."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    (tmp_path / suite.FILES[0]).write_text(TEST, encoding="utf-8")
+    made, device, aot = suite.Suite.of(tmp_path), suite.Device.get("h200"), suite.aot
+    assert suite.classes_of(made.cases, device, (1, 1), set(), bundled=True) == []
+    plan = suite.registry.get_plan(suite.registry.KernelId.parse(suite.KERNEL))
+    plan = plan(suite.problem_of(made.cases[0]), None, device)
+    code_class, source = plan.code_class(plan.problem), aot.source_of(plan).hash
+    key = aot.make_key(source, code_class, plan.tiling, device, "sparse_mla_v2")
+    monkeypatch.setattr(aot, "bundle_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(aot, "entries_of", lambda folder: [{"identity": key.identity}])
+    monkeypatch.setattr(suite, "TOGETHER", 4)
+    assert suite.classes_of(made.cases, device, (1, 1), set(), bundled=True) == [[0, 1, 2, 3], [4, 5]]
+    assert suite.classes_of(made.cases, device, (2, 2), {5}, bundled=True) == [[4]]
 
 
 def test_dense_cases_run_with_the_version_that_is_named(

@@ -18,7 +18,7 @@ cutlass = pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not insta
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 from cutlass.cute.runtime import from_dlpack
-from planning import plan_type
+from planning import plan_type, planned
 
 from mla_var3.catalogue import registry
 from mla_var3.device import Device
@@ -26,7 +26,7 @@ from mla_var3.kernel.cute_python.split_kv.scheduler import Split
 from mla_var3.lab import bundle
 from mla_var3.packed_cache import LAYOUTS, fields, layout_of, new_cache
 from mla_var3.toolchain import aot
-from mla_var3.workload.sparse_decode import SparseProblem
+from mla_var3.workload.sparse_decode import SparseProblem, make_inputs
 
 H200 = Device.get("h200")
 LABEL = "cute-dsl/sparse_mla_v2"
@@ -241,3 +241,28 @@ def test_the_entry_of_a_position_is_read() -> None:
         for (request, tile, row), entry in zip(asked, found.tolist(), strict=True):
             position = max(0, min(64 * tile + row, lengths[request] - 1))
             assert entry == 1100 * request + position // page, (page, request, tile, row)
+
+
+# ---------------------------------------------------------------- on a GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    [
+        SparseProblem(b=64, h=64, t=2048),
+        SparseProblem(b=5, s=2, h=128, t=2048, layout="v4", topk=128, page=256, extra=512, extra_page=64, sink=True),
+        SparseProblem(b=9, h=16, t=1000, layout="flat", page=32, paged=True, lengths=True),
+        SparseProblem(b=7, h=64, t=1000, layout="v41_planar", topk=128, extra=200, extra_layout="v41_fp4_planar"),
+    ],
+    ids=lambda p: p.label,
+)
+def test_code_for_any_page_gives_the_bits_of_that_for_a_constant_one(
+    problem: SparseProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_inputs(problem, "cuda", seed=3, dist="empty" if problem.paged else "holes")
+    made = []
+    for pages in (V2.CONSTANT_PAGES, ()):
+        monkeypatch.setattr(V2, "CONSTANT_PAGES", pages)
+        plan = planned(LABEL, problem)
+        assert ("any" in plan.code_class(problem).key()) == (not pages)
+        made.append([x.clone() for x in plan.plan(*inputs)()])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))

@@ -131,9 +131,11 @@ def class_of(problem: SparseProblem | MlaProblem, device: Device | None, kernel:
 
 
 def is_bundled(problem: SparseProblem | MlaProblem, device: Device, kernel: str = "") -> bool:
-    """Whether open bundles have the code of a case."""
+    """Whether open bundles have the code of a case, or it is refused without any."""
     label = kernel or (DENSE_KERNEL if isinstance(problem, MlaProblem) else KERNEL)
     plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, device)
+    if not plan.feasible():
+        return True
     there = {entry["identity"] for folder in aot.bundle_dirs() for entry in aot.entries_of(folder)}
     source, made = aot.source_of(plan).hash, plan.plan_empty()
     names = [stage.name for stage in getattr(made, "stages", ())] or [made.name]

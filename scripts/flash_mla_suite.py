@@ -125,21 +125,26 @@ def problem_of(case: Any) -> SparseProblem | MlaProblem:
 
 def class_of(problem: SparseProblem | MlaProblem, device: Device | None, kernel: str = "") -> str:
     """Equal for cases that have one compiled kernel."""
+    plan = plan_for(problem, device, kernel)
+    return f"{plan.code_class(plan.problem).key()} {json.dumps(aot.code_knobs(plan.tiling), sort_keys=True)}"
+
+
+def plan_for(problem: SparseProblem | MlaProblem, device: Device | None, kernel: str = "") -> Any:
+    """The plan of a case; where it has more query tokens than the version takes together, that of requests of one."""
     label = kernel or (DENSE_KERNEL if isinstance(problem, MlaProblem) else KERNEL)
     plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, device)
-    return f"{plan.code_class(problem).key()} {json.dumps(aot.code_knobs(plan.tiling), sort_keys=True)}"
+    if isinstance(problem, SparseProblem) and problem.s > 1 and not plan.feasible():
+        return plan_for(problem.replace(b=problem.b * problem.s, s=1), device, kernel)
+    return plan
 
 
 def is_bundled(problem: SparseProblem | MlaProblem, device: Device, kernel: str = "") -> bool:
-    """Whether open bundles have the code of a case, or it is refused without any."""
-    label = kernel or (DENSE_KERNEL if isinstance(problem, MlaProblem) else KERNEL)
-    plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, device)
-    if not plan.feasible():
-        return True
+    """Whether open bundles have the code of a case."""
+    plan = plan_for(problem, device, kernel)
     there = {entry["identity"] for folder in aot.bundle_dirs() for entry in aot.entries_of(folder)}
     source, made = aot.source_of(plan).hash, plan.plan_empty()
     names = [stage.name for stage in getattr(made, "stages", ())] or [made.name]
-    keys = [aot.make_key(source, plan.code_class(problem), plan.tiling, device, name) for name in names]
+    keys = [aot.make_key(source, plan.code_class(plan.problem), plan.tiling, device, name) for name in names]
     return all(key.identity in there for key in keys)
 
 

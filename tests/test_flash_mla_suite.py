@@ -132,6 +132,9 @@ def test_bundled_classes_are_cut_into_lists(suite: Any, tmp_path: Path, monkeypa
     monkeypatch.setattr(suite, "TOGETHER", 4)
     assert suite.classes_of(made.cases, device, (1, 1), set(), bundled=True) == [[0, 1, 2, 3], [4, 5]]
     assert suite.classes_of(made.cases, device, (2, 2), {5}, bundled=True) == [[4]]
+    # More query tokens than the version takes together are requests of their own.
+    many = plan.problem.replace(s=4096)
+    assert suite.class_of(many, device) == suite.class_of(many.replace(b=4 * 4096, s=1), device)
 
 
 def test_dense_cases_run_with_the_version_that_is_named(

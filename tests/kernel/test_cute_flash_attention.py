@@ -300,6 +300,36 @@ def test_ctas_of_a_cluster_have_as_much_to_do_on_the_diagonal(kernel: registry.K
     assert len({sum(of_cta) for of_cta in blocks}) == 1
 
 
+# ---------------------------------------------------------------- the store
+@each_version
+def test_a_warp_turns_its_rows_around_without_bank_conflicts(kernel: registry.KernelId) -> None:
+    """What stmatrix writes by the layout of an accumulator is what the lanes load and store as lines, and the eight
+    lanes whose 16 bytes move together use all 32 banks."""
+    module = module_of(kernel)
+    if not hasattr(module, "matrix_at"):
+        pytest.skip("this version stores what its registers hold")
+    lanes, piece = range(32), {}
+    for pair in range(4):
+        for at in range(4):  # matrices: eight rows, of which lanes 8 at .. 8 at + 7 name the places
+            places = [module.matrix_at(8 * at + i) ^ (32 * pair) for i in range(8)]
+            assert {place % 128 // 16 for place in places} == set(range(8))
+            for lane in lanes:  # holds two columns of row lane / 4 of each matrix
+                row, column = lane // 4 + 8 * (at % 2), 16 * pair + 8 * (at // 2) + 2 * (lane % 4)
+                for i in range(2):
+                    piece[places[lane // 4] + 4 * (lane % 4) + 2 * i] = row, column + i
+    assert len(piece) == 16 * 64
+    stored = []
+    for i in range(module.STORES):
+        for some in range(0, 32, 8):
+            assert {module.line_at(lane, i) % 128 // 16 for lane in lanes[some : some + 8]} == set(range(8))
+        for lane in lanes:
+            found = [piece[module.line_at(lane, i) + 2 * j] for j in range(8)]
+            assert found == [(module.line_of(lane, i), 8 * (lane % 8) + j) for j in range(8)]
+            stored += found
+            assert module.line_at(lane, i) == module.line_at(lane, i % 2) + 1024 * (i // 2)
+    assert sorted(stored) == [(row, column) for row in range(16) for column in range(64)]
+
+
 # ---------------------------------------------------------------- masks
 @each_version
 @pytest.mark.parametrize("tokens", [64, 80, 96, 128])

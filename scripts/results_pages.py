@@ -26,11 +26,11 @@ from mla_var3.lab.devlog.segments import without_comments
 from mla_var3.lab.devlog.tables import (
     against_libraries,
     cell,
+    cell_names,
     comparison,
     grid,
     label,
     over_gpus,
-    problem_label,
     summary,
 )
 from mla_var3.lab.devlog.values import STATES
@@ -50,9 +50,7 @@ WHAT = {
     "query_rows": ("A request has 4 to 512 query rows, its query tokens times its heads (`experiment=query_rows`)."),
     "ragged": (
         "The requests of a cell differ in length, as they do on a server (`experiment=ragged`). The kernels here read "
-        "the lengths on the device and are given no hint. Some libraries run a small kernel first that makes a "
-        "schedule, and the 61 layers of a model's step can share it: the columns `speedup` count one 61st of that "
-        "kernel's time, the columns `scheduled in every call` all of it."
+        "the lengths on the device and are given no hint."
     ),
     "unseen": (
         "The problems were drawn at random, from a seed that no earlier run had used, so that no kernel can have been "
@@ -69,9 +67,9 @@ WHAT = {
         "V3.2 and V4 (`experiment=sparse_decode`). FlashMLA takes 64 or 128 heads, so queries with fewer heads are "
         "padded to 64 for it. FlashAttention-3 and FlashInfer read the same tokens from a bf16 cache, through a page "
         "table of single tokens, and take no attention sinks: the cells in which they stand are without sinks, all "
-        "others have them, and a name may stand once for each. No cell here has contexts that are shorter than the "
-        "number of indices, where the remaining indices are -1: `experiment=sparse_served` and `sparse_missing` have "
-        "such cells."
+        "others have them, and `sink` stands behind a name that both kinds have. No cell here has contexts that are "
+        "shorter than the number of indices, where the remaining indices are -1: `experiment=sparse_served` and "
+        "`sparse_missing` have such cells."
     ),
     "sparse_served": (
         "Sparse decode with contexts as servers have them: many are shorter than a row of indices, the rest of which "
@@ -103,11 +101,11 @@ WHAT = {
     ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
-        "latent space, and the latent output out of it. The library is `torch.bmm` (`experiment=absorb_gemm`)."
+        "latent space, and the latent output out of it (`experiment=absorb_gemm`)."
     ),
     "mla_layer": (
-        "A decode step of one whole attention layer of DeepSeek V3, with its projections. The library is the same "
-        "layer with FlashMLA as its attention, whose schedule is shared by 61 layers (`experiment=mla_layer`)."
+        "A decode step of one whole attention layer of DeepSeek V3, with its projections, beside the same layer with "
+        "FlashMLA as its attention (`experiment=mla_layer`)."
     ),
 }
 #: Page -> what its cells and columns are, where their names do not say it.
@@ -122,11 +120,9 @@ MORE = {
         "tokens. `short`: evenly from 1 up to fewer tokens than would give each index of a row a token of its own. "
         "`half_short`: so for one half of the requests, and evenly from there to 32,768 for the other. In layout v4 a "
         "row has 128 indices into a window, and 512 or 1024 into a second cache that has a quarter of the tokens. In "
-        "13 cells queries and indices are views with gaps between their rows (strided), which a name does not say: of "
-        "the two rows that are called `v32_b64_s1_h64_top2048_lognormal` the first is the strided one. Some libraries "
-        "run a small kernel first that makes a schedule, and the 61 layers of a model's step can share it: the columns "
-        "`speedup` count one 61st of that kernel's time, the columns `scheduled in every call` all of it. Of the 30 "
-        "cells of the experiment 24 were measured; the run had no time left for the others."
+        "13 cells queries and indices are views with gaps between their rows (strided), which a name says only where a "
+        "cell without gaps has it too. Of the 30 cells of the experiment 24 were measured; the run had no time left "
+        "for the others."
     ),
     "unseen_sparse": (
         " The last words of a cell's name mean what they mean on the page [sparse_served](sparse_served.md): "
@@ -229,9 +225,28 @@ METHOD = (
     "limit. The limit of a cell is the larger of FLOPs / cuBLAS rate and bytes / read rate, where both rates were "
     "measured in the same run. These rates are what a product of cuBLAS and a kernel that only reads reached, and no "
     "bounds of the hardware, so that a kernel can pass 100 %. Unless something else is said, all contenders of a cell "
-    "took turns in one process. The libraries are FlashMLA, built from source, and others where a row names them; a "
-    "speedup above 1 means that the kernel here is faster than the library."
+    "took turns in one process. A speedup above 1 means that the kernel here is faster than the library."
 )
+#: Behind METHOD where a table has such columns.
+SHARED = (
+    "Some libraries run a small kernel first that makes a schedule of the call's splits, and the 61 layers of a "
+    "model's step can share that schedule. The columns `speedup` count one 61st of that kernel's time, as one layer's "
+    "share, and the columns `scheduled in every call` count all of it, as a call that makes its own schedule takes."
+)
+#: What a library's records are named after: `peer/` and one of these words.
+LIBRARIES = {
+    "flash_mla_lib": "FlashMLA built from source",
+    "flash_mla_sparse": "FlashMLA's sparse decode built from source",
+    "flash_mla_layer": "a whole layer with FlashMLA as its attention",
+    "fa3_qv": "FlashAttention-3",
+    "fa3_sparse": "FlashAttention-3",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "flashinfer_fa3": "FlashInfer with its kernels for Hopper",
+    "flashinfer_sparse": "FlashInfer",
+    "deep_gemm": "DeepGEMM",
+    "cublas_bmm": "`torch.bmm`, which calls cuBLAS",
+}
 #: How a cell's name is read.
 CELLS = (
     "A cell is named after its problem: `b128_s1_h64_t4096` are 128 requests (b) of one query token (s) with 64 heads "
@@ -287,35 +302,51 @@ def records_of(device: str, name: str, only: str = "") -> list[dict[str, Any]]:
 
 
 def where(device: str, name: str) -> str:
-    """The records of an experiment, the commits whose code they timed, on how many cards if not on one, and in which
-    cells contenders did not take turns, or calls were taken apart."""
+    """With which code the records of an experiment were measured, on how many cards if not on one, and that contenders
+    did not take turns everywhere, or that calls were taken apart: `sources` names the cells."""
     records = records_of(device, name)
     commits = sorted({r["source"]["commit"][:7] for r in records if r["source"]["commit"]})
-    files = files_of(device, name)
-    named = _listed([f"`results/{file}`" for file in files])
-    said = f"The records are those of {named}, measured with the code at commit {_listed(commits)}"
+    said = f"The records were measured with the code at commit {_listed(commits)}"
     cards = {r["environment"]["chip"] for r in records if r["environment"].get("chip")}
-    said += f", on {len(cards)} cards." if len(cards) > 1 else "."
-    elsewhere: dict[str, dict[str, None]] = {}
-    for record in (r for r in records if r["file"] not in files):
-        elsewhere.setdefault(record["file"], {})[problem_label(record)] = None
-    for file, since in sorted(elsewhere.items()):
-        said += f" The newest records of these cells are in `results/{file}`: {', '.join(since)}."
-    runs: dict[Any, tuple[str, set[str]]] = {}  # of a problem: others may have its label
+    said += f", on {len(cards)} cards. " if len(cards) > 1 else ". "
+    if apart(records):
+        said += (
+            "In some cells the newest records are of different runs, and contenders are compared by their shares of "
+            "each run's limit. "
+        )
+    if any(r["overlap_us"] for r in records):
+        said += (
+            "In some cells the calls of one contender overlapped when they followed one another, so that a tiny "
+            "kernel was put between the calls of all contenders. "
+        )
+    return f"{said}The end of the {'page' if device == MAIN else 'section'} names files and cells."
+
+
+def apart(records: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Cells whose newest records are of different runs."""
+    runs: dict[tuple[str, str], set[str]] = {}
     for record in (r for r in records if r["time_us"]):
-        runs.setdefault(cell(record), (problem_label(record), set()))[1].add(record["run"])
-    if apart := list(dict.fromkeys(name for name, found in runs.values() if len(found) > 1)):
-        said += (
-            " In some cells the newest records are of different runs, and contenders are compared by their shares of "
-            f"each run's limit: {', '.join(apart)}."
-        )
-    if overlapped := dict.fromkeys(problem_label(r) for r in records if r["overlap_us"]):
-        cells = ", ".join(overlapped)
-        said += (
-            " In some cells the calls of one contender overlapped when they followed one another, so that a tiny "
-            f"kernel was put between the calls of all contenders: {cells}."
-        )
-    return said
+        runs.setdefault(cell(record), set()).add(record["run"])
+    return [of for of, found in runs.items() if len(found) > 1]
+
+
+def sources(device: str, name: str) -> str:
+    """In which file the records of each cell of an experiment are, and which cells `where` speaks of."""
+    records = records_of(device, name)
+    names = cell_names(records)
+
+    def listed(cells: Iterable[tuple[str, str]]) -> str:
+        wanted = set(cells)
+        return "all" if wanted == set(names) else ", ".join(f"`{said}`" for of, said in names.items() if of in wanted)
+
+    files = list(dict.fromkeys((*files_of(device, name), *sorted({r["file"] for r in records}))))
+    rows = [(f"`results/{file}`", listed(cell(r) for r in records if r["file"] == file)) for file in files]
+    text = f"{grid(('file', 'cells with records in it'), rows)}\n"
+    if found := listed(apart(records)):
+        text += f"\nThe newest records are of different runs in {found}.\n"
+    if found := listed(cell(r) for r in records if r["overlap_us"]):
+        text += f"\nA tiny kernel was put between calls in {found}.\n"
+    return text
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -355,25 +386,37 @@ def against(records: list[dict[str, Any]]) -> str:
     return f"{summary(here)}\n\n{{heading}}{without_comments(against_libraries(here))}\n"
 
 
+def method(records: Iterable[dict[str, Any]], tables: str) -> str:
+    """How a page's records were measured, beside which libraries, and what the columns of its tables mean."""
+    labels = (label(r).removeprefix("peer/") for r in records if r["time_us"] and label(r).startswith("peer/"))
+    found = [f"{LIBRARIES[name]} (`peer/{name}`)" for name in sorted(set(labels), key=list(LIBRARIES).index)]
+    beside = f" {'The libraries are' if len(found) > 1 else 'The library is'} {_listed(found)}." if found else ""
+    shared = f" {SHARED}" if "scheduled in every call" in tables else ""
+    return f"{CELLS} {METHOD}{beside}{shared}"
+
+
 def page(name: str) -> str:
     """The text of an experiment's page."""
     records = records_of(MAIN, name)
     heading = f"{against_each(name)}## The fastest kernel here against the library\n\n"
     table = against(records).format(heading=heading)
-    measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {CELLS} {METHOD}"
+    measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {method(records, table)}"
     return (
         f"{HEAD}\n# {name}\n\n{WHAT[name]}{MORE.get(name, '')}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
         f"\n## All contenders\n\n{without_comments(comparison(records))}\n"
+        f"\n## Where the records are\n\n{sources(MAIN, name)}"
     )
 
 
 def device_page(device: str) -> str:
     """The text of a further device's page."""
-    text = f"{HEAD}\n# {Device.get(device).name}\n\nUnless an experiment says otherwise: {DENSE}. {CELLS} {METHOD}\n"
+    text, records = "", []
     for name in FILES[device]:
+        records += records_of(device, name)
         table = against(records_of(device, name)).format(heading="")
-        text += f"\n## {name}\n\n{WHAT[name]} {where(device, name)}\n\n{table}"
-    return text
+        text += f"\n## {name}\n\n{WHAT[name]} {where(device, name)}\n\n{table}\n{sources(device, name)}"
+    measured = f"Unless an experiment says otherwise: {DENSE}. {method(records, text)}"
+    return f"{HEAD}\n# {Device.get(device).name}\n\n{measured}\n{text}"
 
 
 def gpus_page(device: str) -> str:

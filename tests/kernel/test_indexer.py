@@ -20,6 +20,7 @@ from mla_var3.workload.topk import TopkProblem
 H200 = Device.get("h200")
 LOGITS = "cute-dsl/mqa_logits_v4"
 TOPK, SHORT, LONG = "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6"
+CHUNKS = "cute-dsl/topk_v7"
 TWO = "cute-dsl/indexer_topk"
 
 
@@ -42,6 +43,9 @@ TWO = "cute-dsl/indexer_topk"
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
         (LONG, TopkProblem(b=1, t=131072)),
         (LONG, TopkProblem(b=6, s=2, t=400_000, table=True, dtype="bf16")),
+        (CHUNKS, TopkProblem(b=1, t=131072)),
+        (CHUNKS, TopkProblem(b=16, t=262144)),
+        (CHUNKS, TopkProblem(b=100, t=70000, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -236,6 +240,25 @@ def test_a_cluster_holds_a_long_row() -> None:
         (16, 8), (8, 16), (8, 16), (4, 32), (4, 32), (4, 32),
     ]  # fmt: skip
     assert made(1, 1 << 19, False) == (16, 40) and made(1, 131072, ctas=4) == (4, 32)
+
+
+def test_clusters_of_all_rows_run_at_once_and_read_in_chunks() -> None:
+    tiling_type: Any = plan_type(CHUNKS).tiling_type
+
+    def made(rows: int, t: int, aligned: bool = True, **knobs: Any) -> tuple[int, int, int]:
+        """CTAs of a row, chunks, logits of a thread in each."""
+        geometry = tiling_type(**knobs).geometry(TopkProblem(b=rows, t=t), rows, t, 132, aligned)
+        assert geometry.own_k < geometry.share and t <= geometry.ctas * geometry.held * geometry.chunks * 1024
+        assert geometry.sampled <= geometry.least_count / geometry.ctas / geometry.chunks
+        return geometry.ctas, geometry.chunks, geometry.held
+
+    assert [made(1, t) for t in (1, 16384, 65536, 131072, 1 << 19, 1 << 20)] == [
+        (1, 1, 8), (2, 1, 8), (8, 1, 8), (16, 1, 8), (16, 1, 32), (16, 4, 16),
+    ]  # fmt: skip
+    assert [made(rows, 262144)[:2] for rows in (7, 8, 15, 16, 30, 31, 66, 67, 500)] == [
+        (16, 1), (8, 1), (8, 1), (4, 4), (4, 4), (2, 8), (2, 8), (1, 16), (1, 16),
+    ]  # fmt: skip
+    assert made(64, 65536) == (2, 1, 32) and made(128, 65536) == (1, 4, 16) and made(1, 1 << 19, False) == (16, 1, 40)
 
 
 @pytest.mark.parametrize("ctas", [1, 2, 4, 8, 16])

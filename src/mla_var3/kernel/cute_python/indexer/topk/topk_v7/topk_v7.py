@@ -17,7 +17,7 @@ candidates with a digit of the same kind. A barrier stands where two of these li
     choose    ends, count, sum, select, place and write, of up to 4,096 candidates, by the first CTA: there what is in
               the bin is compared one with the other, a warp for each
 
-A CTA has kept what is below its least candidate. Where that least one is not below the bin of the k-th the choice may
+What a CTA has kept is below the edge of its candidates. Where that edge is not below the bin of the k-th the choice may
 lack something. Then, where a CTA has more candidates than its share of the 4,096 or a warp more than its list holds,
 and where a bin has more than the list of the choice holds, the first CTA reads the row again for every digit of keys,
 whole numbers in the order of the logits (-0 as +0, NaN as -inf): slow, and right in any case. Equal ones at the k-th
@@ -159,8 +159,7 @@ def shared_storage(geometry: Geometry) -> type:
         "columns": array(Int32, LISTED),
         "kept": array(Int32, 2 * WARPS * KEPT),  # lists of the warps: bits, columns
         "gathered": array(Int32, 2 * GATHERED),  # of all CTAs: bits, columns
-        "least": array(Int32, WARP),  # of the candidates of each CTA, in the order of the values; MOST: has kept none
-        "lacks": array(Int32, 1),  # whether a CTA could not send its candidates
+        "below": array(Float32, WARP),  # what each CTA has kept is not above; NaN: it has kept nothing but NaN
     }
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
@@ -177,8 +176,7 @@ class Memory(NamedTuple):
     columns: cute.Tensor
     kept: cute.Tensor
     gathered: cute.Tensor
-    least: cute.Tensor
-    lacks: cute.Tensor
+    below: cute.Tensor
 
 
 class Source(NamedTuple):
@@ -513,6 +511,12 @@ def of_first(address: Int32) -> Int32:
 
 
 @cute.jit
+def store_word(address: Int32, value: Float32):
+    """Stores a number to the first CTA."""
+    cute.arch.inline_ptx("st.shared::cluster.b32 [{$r0}], {$r1};", read_only_args=[address, value])
+
+
+@cute.jit
 def store_both(address: Int32, bits: Int32, column: Int32):
     """Stores a candidate to the first CTA."""
     cute.arch.inline_ptx(
@@ -582,29 +586,21 @@ def find_candidates(
     place = of_first(address_of(memory.gathered, rank * geometry.share + memory.sums[WARP + 1 + warp]))
     clear_bins(memory, thread, geometry)
     cute.arch.cluster_wait()  # the first CTA has begun
-    if bad:
-        if thread == 0:
-            cute.arch.inline_ptx(
-                "red.shared::cluster.add.u32 [{$r0}], 1;",
-                read_only_args=[of_first(address_of(memory.lacks, Int32(0)))],
-            )
-    else:
-        least, before = Float32(math.nan), lanes_before(lane)
+    if thread == 0:
+        # What is kept has a part below the edge, or is below the bound of the lists; rounded up.
+        below = (edge - offset) * ((top - floor) * Float32(1 + SLACK))
+        below = cutlass.select_(bin_ < 0, cutlass.select_(enough, bound, Float32(math.nan)), below)
+        below = below + cute.arch.fmax(below, -below) * Float32(2.0**-21)
+        store_word(of_first(address_of(memory.below, rank)), cutlass.select_(bad, Float32(math.inf), below))
+    if ~bad:
+        before = lanes_before(lane)
         for first in cutlass.range(0, kept, WARP, unroll=1):
             bits, column = lists[first + lane, 0], lists[first + lane, 1]
             sent = (part_of(bits.bitcast(Float32), scale, offset) >= edge) & (first + lane < kept)
             ballot = cute.arch.vote_ballot_sync(sent)
             if sent:
                 store_both(place + 4 * cute.arch.popc(ballot & before), bits, column)
-                least = cute.arch.fmin(least, bits.bitcast(Float32))
             place = place + 4 * cute.arch.popc(ballot)
-        if (bin_ >= 0) | enough:
-            of_warp = cute.arch.warp_redux_sync(in_order(least.bitcast(Int32)), "min")
-            if lane == 0:
-                cute.arch.inline_ptx(
-                    "red.shared::cluster.min.s32 [{$r0}], {$r1};",
-                    read_only_args=[of_first(address_of(memory.least, rank)), of_warp],
-                )
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 
@@ -683,10 +679,9 @@ def choose(
     count_parts(memory, logits, scale, offset)
     bin_, before, inside = find_bin(memory, Int32(k), thread, geometry)
     need, above, least = k - before, edge_of(bin_), edge_of(bin_ + 1)
-    # What a CTA has kept is below its least candidate.
-    its = in_order(memory.least[thread % WARP]).bitcast(Float32)
-    lacks = cute.arch.vote_ballot_sync(part_of(its, scale, offset) >= least)
-    again = (bin_ < 0) | (lacks != 0) | (memory.lacks[0] != 0) | ~(scale > 0.0) | ((inside != need) & (inside > LISTED))
+    # What a CTA has kept is not above a number, which it has sent.
+    lacks = cute.arch.vote_ballot_sync(part_of(memory.below[thread % WARP], scale, offset) >= least)
+    again = (bin_ < 0) | (lacks != 0) | ~(scale > 0.0) | ((inside != need) & (inside > LISTED))
     if again:
         choose_again(memory, whole, source.start, source.end, thread, geometry)
     else:
@@ -793,9 +788,9 @@ def begin(memory: cutlass.Constexpr, rank: Int32, thread: Int32):
         for i in cutlass.range_constexpr(GATHERED // THREADS):
             memory.gathered[i * THREADS + thread] = Int32(MOST)
         if thread < WARP:
-            memory.least[thread] = Int32(MOST)
+            memory.below[thread] = Float32(math.nan)
     if thread == 0:
-        memory.lacks[0], memory.full[0] = Int32(0), Int32(0)
+        memory.full[0] = Int32(0)
 
 
 @cute.kernel
@@ -821,8 +816,7 @@ def topk(
         storage.columns.get_tensor(cute.make_layout(LISTED)),
         storage.kept.get_tensor(cute.make_layout(2 * WARPS * KEPT)),
         storage.gathered.get_tensor(cute.make_layout(2 * GATHERED)),
-        storage.least.get_tensor(cute.make_layout(WARP)),
-        storage.lacks.get_tensor(cute.make_layout(1)),
+        storage.below.get_tensor(cute.make_layout(WARP)),
     )
     row, rank = block // geometry.ctas, block % geometry.ctas
     clear(memory, thread, geometry)

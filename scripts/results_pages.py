@@ -26,11 +26,11 @@ from mla_var3.lab.devlog.segments import without_comments
 from mla_var3.lab.devlog.tables import (
     against_libraries,
     cell,
+    cell_names,
     comparison,
     grid,
     label,
     over_gpus,
-    problem_label,
     summary,
 )
 from mla_var3.lab.devlog.values import STATES
@@ -69,9 +69,9 @@ WHAT = {
         "V3.2 and V4 (`experiment=sparse_decode`). FlashMLA takes 64 or 128 heads, so queries with fewer heads are "
         "padded to 64 for it. FlashAttention-3 and FlashInfer read the same tokens from a bf16 cache, through a page "
         "table of single tokens, and take no attention sinks: the cells in which they stand are without sinks, all "
-        "others have them, and a name may stand once for each. No cell here has contexts that are shorter than the "
-        "number of indices, where the remaining indices are -1: `experiment=sparse_served` and `sparse_missing` have "
-        "such cells."
+        "others have them, and `sink` stands behind a name that both kinds have. No cell here has contexts that are "
+        "shorter than the number of indices, where the remaining indices are -1: `experiment=sparse_served` and "
+        "`sparse_missing` have such cells."
     ),
     "sparse_served": (
         "Sparse decode with contexts as servers have them: many are shorter than a row of indices, the rest of which "
@@ -122,8 +122,8 @@ MORE = {
         "tokens. `short`: evenly from 1 up to fewer tokens than would give each index of a row a token of its own. "
         "`half_short`: so for one half of the requests, and evenly from there to 32,768 for the other. In layout v4 a "
         "row has 128 indices into a window, and 512 or 1024 into a second cache that has a quarter of the tokens. In "
-        "13 cells queries and indices are views with gaps between their rows (strided), which a name does not say: of "
-        "the two rows that are called `v32_b64_s1_h64_top2048_lognormal` the first is the strided one. Some libraries "
+        "13 cells queries and indices are views with gaps between their rows (strided), which a name says only where a "
+        "cell without gaps has it too. Some libraries "
         "run a small kernel first that makes a schedule, and the 61 layers of a model's step can share it: the columns "
         "`speedup` count one 61st of that kernel's time, the columns `scheduled in every call` all of it. Of the 30 "
         "cells of the experiment 24 were measured; the run had no time left for the others."
@@ -287,35 +287,51 @@ def records_of(device: str, name: str, only: str = "") -> list[dict[str, Any]]:
 
 
 def where(device: str, name: str) -> str:
-    """The records of an experiment, the commits whose code they timed, on how many cards if not on one, and in which
-    cells contenders did not take turns, or calls were taken apart."""
+    """With which code the records of an experiment were measured, on how many cards if not on one, and that contenders
+    did not take turns everywhere, or that calls were taken apart: `sources` names the cells."""
     records = records_of(device, name)
     commits = sorted({r["source"]["commit"][:7] for r in records if r["source"]["commit"]})
-    files = files_of(device, name)
-    named = _listed([f"`results/{file}`" for file in files])
-    said = f"The records are those of {named}, measured with the code at commit {_listed(commits)}"
+    said = f"The records were measured with the code at commit {_listed(commits)}"
     cards = {r["environment"]["chip"] for r in records if r["environment"].get("chip")}
-    said += f", on {len(cards)} cards." if len(cards) > 1 else "."
-    elsewhere: dict[str, dict[str, None]] = {}
-    for record in (r for r in records if r["file"] not in files):
-        elsewhere.setdefault(record["file"], {})[problem_label(record)] = None
-    for file, since in sorted(elsewhere.items()):
-        said += f" The newest records of these cells are in `results/{file}`: {', '.join(since)}."
-    runs: dict[Any, tuple[str, set[str]]] = {}  # of a problem: others may have its label
+    said += f", on {len(cards)} cards. " if len(cards) > 1 else ". "
+    if apart(records):
+        said += (
+            "In some cells the newest records are of different runs, and contenders are compared by their shares of "
+            "each run's limit. "
+        )
+    if any(r["overlap_us"] for r in records):
+        said += (
+            "In some cells the calls of one contender overlapped when they followed one another, so that a tiny "
+            "kernel was put between the calls of all contenders. "
+        )
+    return f"{said}The end of the {'page' if device == MAIN else 'section'} names files and cells."
+
+
+def apart(records: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Cells whose newest records are of different runs."""
+    runs: dict[tuple[str, str], set[str]] = {}
     for record in (r for r in records if r["time_us"]):
-        runs.setdefault(cell(record), (problem_label(record), set()))[1].add(record["run"])
-    if apart := list(dict.fromkeys(name for name, found in runs.values() if len(found) > 1)):
-        said += (
-            " In some cells the newest records are of different runs, and contenders are compared by their shares of "
-            f"each run's limit: {', '.join(apart)}."
-        )
-    if overlapped := dict.fromkeys(problem_label(r) for r in records if r["overlap_us"]):
-        cells = ", ".join(overlapped)
-        said += (
-            " In some cells the calls of one contender overlapped when they followed one another, so that a tiny "
-            f"kernel was put between the calls of all contenders: {cells}."
-        )
-    return said
+        runs.setdefault(cell(record), set()).add(record["run"])
+    return [of for of, found in runs.items() if len(found) > 1]
+
+
+def sources(device: str, name: str) -> str:
+    """In which file the records of each cell of an experiment are, and which cells `where` speaks of."""
+    records = records_of(device, name)
+    names = cell_names(records)
+
+    def listed(cells: Iterable[tuple[str, str]]) -> str:
+        wanted = set(cells)
+        return "all" if wanted == set(names) else ", ".join(f"`{said}`" for of, said in names.items() if of in wanted)
+
+    files = list(dict.fromkeys((*files_of(device, name), *sorted({r["file"] for r in records}))))
+    rows = [(f"`results/{file}`", listed(cell(r) for r in records if r["file"] == file)) for file in files]
+    text = f"{grid(('file', 'cells with records in it'), rows)}\n"
+    if found := listed(apart(records)):
+        text += f"\nThe newest records are of different runs in {found}.\n"
+    if found := listed(cell(r) for r in records if r["overlap_us"]):
+        text += f"\nA tiny kernel was put between calls in {found}.\n"
+    return text
 
 
 def _listed(words: Iterable[str]) -> str:
@@ -364,6 +380,7 @@ def page(name: str) -> str:
     return (
         f"{HEAD}\n# {name}\n\n{WHAT[name]}{MORE.get(name, '')}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
         f"\n## All contenders\n\n{without_comments(comparison(records))}\n"
+        f"\n## Where the records are\n\n{sources(MAIN, name)}"
     )
 
 
@@ -372,7 +389,7 @@ def device_page(device: str) -> str:
     text = f"{HEAD}\n# {Device.get(device).name}\n\nUnless an experiment says otherwise: {DENSE}. {CELLS} {METHOD}\n"
     for name in FILES[device]:
         table = against(records_of(device, name)).format(heading="")
-        text += f"\n## {name}\n\n{WHAT[name]} {where(device, name)}\n\n{table}"
+        text += f"\n## {name}\n\n{WHAT[name]} {where(device, name)}\n\n{table}\n{sources(device, name)}"
     return text
 
 

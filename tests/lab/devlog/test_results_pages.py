@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mla_var3.lab.devlog import tables
 from mla_var3.record import ASIDE, load
 
 
@@ -54,9 +55,7 @@ def test_a_figure_that_is_not_the_records_is_noticed(
     for r in records:
         r["run"] = "one"
     (mine,) = [
-        r
-        for r in records
-        if pages_module.problem_label(r) == "b128_s1_h128_t4096" and pages_module.label(r).startswith("cute-dsl")
+        r for r in records if tables.problem_label(r) == "b128_s1_h128_t4096" and tables.label(r).startswith("cute-dsl")
     ]
     mine["time_us"]["burst"]["median"] *= 1.05
     monkeypatch.setattr(pages_module, "records_of", lambda device, name: records)
@@ -71,16 +70,18 @@ def test_problems_of_one_name_are_not_taken_for_contenders_of_different_runs(
     """Whether q and indices are strided is no part of a problem's name."""
     told = pages_module.records_of(pages_module.MAIN, "sparse_served")
     name = "v32_b64_s1_h64_top2048_lognormal"
-    records = [dict(r) for r in told if pages_module.problem_label(r) == name and r["time_us"]]
+    records = [dict(r) for r in told if tables.problem_label(r) == name and r["time_us"]]
     for r in records:
         r["run"] = f"strided {r['problem'].get('strided', False)}"
     assert len({r["run"] for r in records}) == 2
     monkeypatch.setattr(pages_module, "records_of", lambda device, name: records)
-    assert "different runs" not in pages_module.where(pages_module.MAIN, "sparse_served")
+    main = pages_module.MAIN
+    for said in (pages_module.where(main, "sparse_served"), pages_module.sources(main, "sparse_served")):
+        assert "different runs" not in said
     records[0]["run"] = "another"
-    assert f"different runs, and contenders are compared by their shares of each run's limit: {name}." in (
-        pages_module.where(pages_module.MAIN, "sparse_served")
-    )
+    assert "compared by their shares of each run's limit" in pages_module.where(main, "sparse_served")
+    said = pages_module.sources(main, "sparse_served")
+    assert re.search(rf"^The newest records are of different runs in `{name}[^`]*`\.$", said, re.M)
 
 
 def test_the_board_has_a_row_a_nightly_run_and_a_mean_a_workload(
@@ -148,3 +149,17 @@ def test_several_gpus_are_faster_where_the_model_says_so_and_peer_stores_the_fas
                 for way, (took, predicted) in ways.items():
                     assert (predicted < ways[one][1]) == (took < ways[one][0]), (cell, way)
                     assert way == one or took >= ways["symmetric"][0], (cell, way)
+
+
+def test_cells_are_in_order_and_told_apart(pages_module: Any) -> None:
+    """Numbers in names count by their size, and one name of two problems says by what they differ."""
+    records = pages_module.records_of("h200", "sparse_decode")
+    names = tables.cell_names(records)
+    assert set(names) == {tables.cell(r) for r in records} and len(set(names.values())) == len(names)
+    order = list(names.values())
+    assert (
+        order.index("v32_b2_s1_h8_top512") < order.index("v32_b2_s1_h16_top512") < order.index("v32_b32_s1_h8_top2048")
+    )
+    twins = [of for of, name in names.items() if name.startswith("v32_b128_s2_h8_top2048")]
+    sinks = {names[of]: json.loads(of[1])["sink"] for of in twins}
+    assert sinks == {"v32_b128_s2_h8_top2048": False, "v32_b128_s2_h8_top2048, sink": True}

@@ -154,6 +154,8 @@ def test_every_experiment_composes_and_expands() -> None:
             continue
         sizes[name] = len(sweep_plan.expand_cells(config))
     assert sizes["decode"] == 17 and sizes["sparse_served"] == 30
+    served = sweep_plan.expand_cells(sweep_config.compose(["experiment=sparse_served"]))
+    assert {p.layout for p in served} == {"v32", "v4", "v41"} and {p.h for p in served} >= {6, 8, 12, 16, 32, 64, 128}
     assert set(sizes) >= {"quickstart", "decode", "tensor_parallel", "speculative", "ladder", "compile_matrix"}
     for experiment in ("experiment=unseen", "experiment=unseen_sparse", "experiment=unseen_indexer"):
         drawn, again, others = (

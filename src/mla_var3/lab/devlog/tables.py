@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -50,6 +51,28 @@ def problem_label(record: Record) -> str:
     return problem_from_record(record["problem"]).label
 
 
+def cell_names(records: Iterable[Record]) -> dict[tuple[str, str], str]:
+    """Cell -> its name in a table of these records, in the order of names with numbers in them by size: the label of
+    its problem, and behind it, where another problem of the table has that label, the fields by which they differ
+    (`v32_b2_s2_h16_top2048, sink`); one that is false or empty is not said."""
+    alike: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
+    for record in records:
+        alike.setdefault(problem_label(record), {})[cell(record)] = record["problem"]
+    names = {}
+    for name in sorted(alike, key=_by_numbers):
+        for of, problem in alike[name].items():
+            others = [other for other in alike[name].values() if other is not problem]
+            fields = [f for f, value in problem.items() if value and any(o.get(f) != value for o in others)]
+            said = [f if problem[f] is True else f"{f} {problem[f]}" for f in sorted(fields)]
+            names[of] = ", ".join((name, *said))
+    return names
+
+
+def _by_numbers(name: str) -> list[tuple[int, int, str]]:
+    """What sorts `b8` in front of `b16`."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"\d+|\D+", name)]
+
+
 def label(record: Record) -> str:
     """`cute-dsl/flash_mla_v1`."""
     of = record["kernel"]
@@ -86,15 +109,16 @@ def of_records(records: Sequence[Record], columns: Sequence[Column], *, distinct
 
 
 def select(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> list[Record]:
-    """The record that speaks for each contender in each cell (`catalogue.spoken`), the fastest of a cell first; cells
-    and kernels are patterns of their labels. records: whoever calls has left out what is not to be compared."""
+    """The record that speaks for each contender in each cell (`catalogue.spoken`), cells in the order of `cell_names`
+    and the fastest of a cell first; cells and kernels are patterns of their labels. records: whoever calls has left out
+    what is not to be compared."""
 
     def matches(text: str, patterns: Sequence[str]) -> bool:
         return not patterns or any(fnmatch.fnmatch(text, pattern) for pattern in patterns)
 
     timed = [r for r in records if r["time_us"] and matches(problem_label(r), cells)]
     found = [r for r, _ in _speaking(timed) if matches(label(r), kernels)]
-    order = list(dict.fromkeys(cell(r) for r in found))
+    order = list(cell_names(found))
     return sorted(found, key=lambda r: (order.index(cell(r)), _fastest(r)))
 
 
@@ -112,6 +136,7 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
     The two may be of different runs, so each time counts as a share of its own run's limit.
     """
     pairs = _with_libraries(records, picks)
+    names = cell_names(ours for ours, _ in pairs)
     ratio_columns = (*_ACROSS_RUNS, *(_SCHEDULED if any(r.get("with_schedule_us") for _, r in pairs) else ()))
     rows = []
     for ours, library in pairs:
@@ -119,7 +144,7 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
         times = [_text(ours, None, c) for c in own]
         ratios = [_text(ours, library, c) for c in ratio_columns]
         shown = [c[2] for c, text in zip(own, times, strict=True) if text]
-        row = [problem_label(ours), label(ours), *_cited([x or "-" for x in times], cite(ours["id"], shown))]
+        row = [names[cell(ours)], label(ours), *_cited([x or "-" for x in times], cite(ours["id"], shown))]
         shown = [c[2] for c, text in zip(ratio_columns, ratios, strict=True) if text]
         against = cite(f"{ours['id']} vs {library['id']}", shown)
         rows.append([*row, label(library), *_cited([x or "-" for x in ratios], against)])
@@ -131,12 +156,13 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
 def summary(records: Iterable[Record]) -> str:
     """What `against_libraries` comes to: in each state the geometric mean of the speedups and the slowest cell."""
     pairs, said = _with_libraries(records, False), []
+    names = cell_names(ours for ours, _ in pairs)
     for state in values.STATES:
         found = []
         for ours, library in pairs:
             with contextlib.suppress(Unknown):
                 ratio = values.evaluate(f"{state}.limit_speedup", ours, library).number
-                found.append((ratio, problem_label(ours)))
+                found.append((ratio, names[cell(ours)]))
         if found:
             mean, (worst, where) = as_ratio(geometric_mean([ratio for ratio, _ in found]), 4), min(found)
             said.append(f"{mean} in {state} (slowest: {as_ratio(worst)}, {where})")
@@ -147,7 +173,8 @@ def summary(records: Iterable[Record]) -> str:
 
 def _with_libraries(records: Iterable[Record], picks: bool) -> list[tuple[Record, Record]]:
     """(a record of this project, the fastest library's) of each cell that has both, as the cell answers in burst, or in
-    sustained where nothing was timed in burst. picks: of versions only what the dispatcher picks."""
+    sustained where nothing was timed in burst; in the order of `cell_names`. picks: of versions only what the
+    dispatcher picks."""
     blocks: dict[Any, list[tuple[Record, Model]]] = {}
     for record, model in _speaking(r for r in records if r["time_us"]):
         blocks.setdefault(cell(record), []).append((record, model))
@@ -161,17 +188,17 @@ def _with_libraries(records: Iterable[Record], picks: bool) -> list[tuple[Record
         if answer is not None and answer.ours is not None and answer.library is not None:
             of = {id(model): record for record, model in block}
             pairs.append((of[id(answer.ours)], of[id(answer.library)]))
-    return pairs
+    order = list(cell_names(ours for ours, _ in pairs))
+    return sorted(pairs, key=lambda pair: order.index(cell(pair[0])))
 
 
 def comparison(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> str:
     """The record that speaks for each contender in each cell, fastest first; the cell is named once."""
     timed = select(records, cells, kernels)
-    seen: set[Any] = set()
+    names = cell_names(timed)
 
     def first(record: Record) -> tuple[str, str]:
-        shown = "" if cell(record) in seen else problem_label(record)
-        seen.add(cell(record))
+        shown = names.pop(cell(record), "")
         return shown, spoken.name(Model.model_validate(record))
 
     return _table(timed, TIMES, ("cell", "kernel"), first)

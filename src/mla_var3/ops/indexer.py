@@ -174,7 +174,9 @@ def indexer_topk(
         return out
     each = problem.s if problem.table else 1  # rows of logits of an entry of q
     step = max(1, WORKSPACE // (4 * problem.columns * each))
-    knobs = (("beyond", k),) if problem.table and problem.columns <= LEFT_OUT * k else ()
+    # The first of n query tokens that are a prompt's last sees t - n keys before it.
+    short = problem.columns <= LEFT_OUT * k if problem.table else problem.columns - problem.rows < k
+    knobs = (("beyond", k),) if short else ()
     served = engine_of(on, inputs[0], "q", "indexer_topk")
     found = []
     for first in range(0, max(len(q), 1), step):

@@ -59,6 +59,8 @@ MOST = 0x7FFFFFFF  # the largest whole number; bits of NaN
 EXACT = 0x4B000000  # bits of 2^23; a whole number more is as much more
 ROOM = 1.2  # of a floor: how many times as many logits as are wanted are not below it
 SLACK = 1 / 16  # of the distance from floor to top, that lists and bins reach below: some floors are too high
+WIDE = 2.0  # ROOM where candidates are few: more of these floors are too high, and lists are short
+WIDE_K = 600
 FEW = 128  # chosen, fewer than which the largest logit is the top
 BINS = 2048
 DIGIT = 11  # bits
@@ -73,7 +75,7 @@ NONE = 0xFFFFFFFF  # deeper than any
 CLUSTERS = (16, 8, 4, 2, 1)  # CTAs of a row
 THREADS = 1024  # of a CTA
 WARPS = THREADS // WARP
-KEPT = 512  # logits in the list of a warp
+KEPT = 640  # logits in the list of a warp
 GATHERED = 4096  # candidates that the first CTA of a cluster chooses among
 SPARE = 12  # multiprocessors that clusters of more than 2 leave over: an H200 takes 15 of 8 CTAs and 30 of 4
 LEAST_SHARE = 8192  # logits, below which a CTA more does not pay
@@ -113,8 +115,13 @@ class Geometry:
 
     @property
     def own_k(self) -> int:
-        """How many candidates a CTA has at least: more by half than are its part of the k."""
-        return min(3 * self.k // (2 * self.ctas) + 16, self.share - 32)
+        """How many candidates a CTA has at least: more by half than are its part of the k, or by an eighth than all."""
+        most = 9 * self.k // 8 if self.ctas == 1 else 3 * self.k // (2 * self.ctas)
+        return min(most + 16, self.share - 32)
+
+    @property
+    def room(self) -> float:
+        return WIDE if self.own_k <= WIDE_K else ROOM
 
     @property
     def sampled(self) -> int:
@@ -133,13 +140,15 @@ class Geometry:
         most = THREADS * self.held
         sizes = [self.held << i for i in range(5, 0, -1)]
         sizes += [x for x in range(self.held, 0, -1) if self.held % x == 0]
-        return next((x for x in sizes if self.above_floor(x, most) > ROOM * self.sampled), 1)
+        return next((x for x in sizes if self.above_floor(x, most) > self.room * self.sampled), 1)
 
     @property
     def least_count(self) -> int:
         """Logits of a row in range from which on the floor of each CTA leaves enough of them."""
         most = THREADS * self.held
-        counts = (x for x in range(self.sampled, most, 64) if self.above_floor(self.group, x) > ROOM * self.sampled)
+        counts = (
+            x for x in range(self.sampled, most, 64) if self.above_floor(self.group, x) > self.room * self.sampled
+        )
         return next(counts, most) * self.ctas * self.chunks
 
 
@@ -388,7 +397,7 @@ def width_of(span: Uint32) -> Int32:
 
 @cute.jit
 def parts_of(floor: Float32, top: Float32):
-    """(scale, offset) of parts. Bins reach an eighth of the distance below the floor."""
+    """(scale, offset) of parts. Bins reach a part of the distance below the floor."""
     scale = cute.arch.rcp_approx((top - floor) * Float32(1 + SLACK))
     return scale, Float32(SLACK / (1 + SLACK)) - floor * scale
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ class ToyPlan(KernelPlan):
         raise NotImplementedError
 
     def plan_empty(self) -> Any:
-        return object()
+        return SimpleNamespace(functions=("toy",))
 
 
 TOYS = tuple(KernelId(language, "mla", "toy", n) for language in ("triton", "cute-dsl") for n in (0, 1))

@@ -79,11 +79,10 @@ SPLIT_TOKENS = 64  # which fixed splits are multiples of
 WIDTHS = (256, 512)  # latent columns
 SLICE = warp_mma.K  # columns of a query or key that a product is over
 PANEL_SLICES = PANEL // SLICE
-RESIDENT = 5  # panels of the query that lie in registers, of each row 16 of a thread
+RESIDENT = {32: 5, 16: 6}  # panels of the query that lie in registers, 16 a panel, by the tokens of a KV tile
 ROW_BYTES = 2 * PANEL  # of a token or a query row in a panel
 PAD = 8  # elements behind a row of P: ldmatrix reads eight rows from all banks
 BUFFERS = 2  # of P
-SETS = 2  # of a score's sums, so that a product seldom waits for the one before
 ROOM = 4096  # bytes of shared memory for what a thread keeps of rows, and for alignment
 FEWEST_STAGES, MOST_STAGES = 3, 8  # of two the output and the scores are computed, and at least one is loaded
 
@@ -95,6 +94,7 @@ class Barrier(IntEnum):
     OUTPUT = 1  # of the warps of the output
     FULL = 2  # + the buffer of P
     EMPTY = 4  # + the buffer of P
+    PAIR = 6  # + the number of two warps of the scores that share 32 rows
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -171,7 +171,7 @@ class Geometry:
     @property
     def resident(self) -> int:
         """Panels of the query that lie in registers: the first ones. The others lie in shared memory."""
-        return min(RESIDENT, self.panels)
+        return min(RESIDENT[self.tokens], self.panels)
 
     @property
     def query_elements(self) -> int:
@@ -180,11 +180,14 @@ class Geometry:
 
     @property
     def slices(self) -> list[tuple[int, int]]:
-        """(panel, 16-column slice in it) of what the scores are multiplied over. Slices at the same place of their
-        panels come one after another: their addresses differ by constants."""
-        last = (self.k + self.p) // SLICE
-        every = ((panel, i) for i in range(PANEL_SLICES) for panel in range(self.panels))
-        return [(panel, i) for panel, i in every if panel * PANEL_SLICES + i < last]
+        """(panel, which of two) of the 16-column slices that a warp multiplies scores over: half of each panel. Those
+        at the same place of their panels come one after another: their addresses differ by constants."""
+        return [(panel, i) for i in range(PANEL_SLICES // 2) for panel in range(self.panels)]
+
+    @property
+    def exchange_elements(self) -> int:
+        """Partial sums of scores that warps give each other."""
+        return ROWS * self.tokens
 
     # -------------------------------------------------------------------------------------------- shares of warps
     @property
@@ -238,6 +241,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "row_sum": array(Float32, ROWS),
         "magnitudes": array(Float32, ROWS * OUTPUT_WARPS),
         "p": array(dtype, BUFFERS * geometry.p_elements),
+        "exchange": array(Float32, geometry.exchange_elements),
         "query": array(dtype, geometry.query_elements, 1024),
         "ring": array(dtype, geometry.stages * geometry.stage_elements, 1024),
     }
@@ -246,8 +250,8 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
 
 
 def fixed_bytes(geometry: Geometry) -> int:
-    """Shared memory besides KV tiles: the buffers of P, the query's last panels, and `ROOM`."""
-    return ROOM + 2 * (BUFFERS * geometry.p_elements + geometry.query_elements)
+    """Shared memory besides KV tiles: the buffers of P, parts of scores, the query's last panels, and `ROOM`."""
+    return ROOM + 4 * geometry.exchange_elements + 2 * (BUFFERS * geometry.p_elements + geometry.query_elements)
 
 
 # ------------------------------------------------------------------------------------------------ device: load
@@ -382,7 +386,7 @@ class Scores(Cell):
     """A thread of a warp of the scores, which has 16 rows: those of lane / 4, and 8 further on."""
 
     me: Any  # the warp's number among those of the scores
-    query: Any  # registers: A operands of the resident panels, (8, slices, panels)
+    query: Any  # registers: A operands of the resident panels, (8, rows, slices, panels)
     acc: Any  # registers: (4, 8-token blocks) fp32, in 16 x 8 products
     row_max: Any  # registers: running maxima of the two rows
     row_sum: Any  # registers: this thread's share of their sums
@@ -390,7 +394,7 @@ class Scores(Cell):
     @classmethod
     def make(cls, **of_cell: Any) -> Scores:
         geometry, dtype = of_cell["geometry"], of_cell["dtype"]
-        of_query = (warp_mma.OPERANDS, PANEL_SLICES, geometry.resident)
+        of_query = (warp_mma.OPERANDS, 2, PANEL_SLICES // 2, geometry.resident)
         return cls(
             **of_cell,
             me=of_cell["warp"] - OUTPUT_WARPS,
@@ -402,79 +406,88 @@ class Scores(Cell):
 
     @cute.jit
     def load_query(self, block: rows.Block):
-        """The warp's query rows as A operands, from global memory: the first panels to registers, and the others to
-        shared memory. Rows past the end are the last one again: their results are not stored."""
+        """The warp's half of 32 query rows as A operands, from global memory: the first panels to registers, and the
+        others to shared memory. Its own 16 rows come first, those of its partner behind. Rows past the end are the last
+        one again: their results are not stored. Columns past the end are zeros."""
         geometry, q = self.geometry, self.inputs.q
-        lane = opaque(self.lane)
-        row, last = self.first_row + self.me * warp_mma.M, block.count * geometry.group - 1
-        words = cute.recast_tensor(self.query, Int32)  # (4, slices, panels)
-        for half in cutlass.range_constexpr(2):
-            in_tile = 8 * half + lane // 4
-            at = cutlass.min(row + in_tile, last)
-            base = q.iterator + rows.row_offset(q, block.first, self.kv_head, at, geometry.group)
-            for n in cutlass.range_constexpr(len(geometry.slices)):
-                panel, i = geometry.slices[n]
-                for part in cutlass.range_constexpr(2):
-                    source = base + cute.assume(panel * PANEL + i * SLICE + 8 * part + lane % 4 * 2, divby=2)
-                    word = cute.make_tensor(cute.recast_ptr(source, dtype=Int32), cute.make_layout(1))[0]
-                    if cutlass.const_expr(panel < geometry.resident):
-                        words[half + 2 * part, i, panel] = word
-                    else:
-                        chunk = (2 * i + part) ^ (lane // 4)
-                        place = (panel - geometry.resident) * ROWS + self.me * warp_mma.M + in_tile
-                        place = self.storage.query.data_ptr().toint() + place * ROW_BYTES
-                        place = cute.make_ptr(
-                            Int32, place + chunk * 16 + lane % 4 * 4, cute.AddressSpace.smem, assumed_align=4
-                        )
-                        cute.make_tensor(place, cute.make_layout(1))[0] = word
+        lane, side, width = opaque(self.lane), self.me % 2, cutlass.const_expr(geometry.k + geometry.p)
+        last = block.count * geometry.group - 1
+        words = cute.recast_tensor(self.query, Int32)  # (4, rows, slices, panels)
+        for i in cutlass.range_constexpr(2):
+            for half in cutlass.range_constexpr(2):
+                in_tile = (self.me ^ i) * warp_mma.M + (8 * half + lane // 4)
+                at = cutlass.min(self.first_row + in_tile, last)
+                base = q.iterator + rows.row_offset(q, block.first, self.kv_head, at, geometry.group)
+                for n in cutlass.range_constexpr(len(geometry.slices)):
+                    panel, j = geometry.slices[n]
+                    for part in cutlass.range_constexpr(2):
+                        # Of the panel's four slices the warp has two.
+                        column = side * (2 * SLICE) + (panel * PANEL + j * SLICE + 8 * part) + lane % 4 * 2
+                        source = base + cute.assume(cutlass.min(column, width - 2), divby=2)
+                        word = cute.make_tensor(cute.recast_ptr(source, dtype=Int32), cute.make_layout(1))[0]
+                        if cutlass.const_expr((panel + 1) * PANEL > width):
+                            word = cutlass.select_(column < width, word, Int32(0))
+                        if cutlass.const_expr(panel < geometry.resident):
+                            words[half + 2 * part, i, j, panel] = word
+                        else:
+                            chunk = (side * 4 + (2 * j + part)) ^ (lane // 4)
+                            place = (panel - geometry.resident) * (ROWS * ROW_BYTES) + in_tile * ROW_BYTES
+                            place = self.storage.query.data_ptr().toint() + place + chunk * 16 + lane % 4 * 4
+                            place = cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4)
+                            cute.make_tensor(place, cute.make_layout(1))[0] = word
         cute.arch.sync_warp()
 
     @cute.jit
     def scores(self, stage: Int32):
-        """S = Q·Kᵀ of a KV tile.
+        """S = Q·Kᵀ of a KV tile, of the warp's own 16 rows: it multiplies 32 rows over half of the columns, and so does
+        its partner over the other half. Each gives the other its part of the other's rows.
 
         A slice is 32 bytes of a token's row in a panel; a lane's row of a matrix is 16 of them. They lie at chunk ^
         (token % 8) of the row, eight chunks long. A query row in shared memory lies in the same way.
         """
         geometry, lane = self.geometry, self.lane
-        matrix, swizzle = lane // 8, lane % 8
-        keys = self.stage(stage) + (swizzle + matrix // 2 * 8) * ROW_BYTES + (matrix % 2 ^ swizzle) * 16
-        queries = self.me * warp_mma.M + swizzle + matrix % 2 * 8
-        queries = self.storage.query.data_ptr().toint() + queries * ROW_BYTES + (matrix // 2 ^ swizzle) * 16
+        side, matrix, swizzle = self.me % 2, lane // 8, lane % 8
+        keys = self.stage(stage) + (swizzle + matrix // 2 * 8) * ROW_BYTES
+        keys = keys + ((side * 4 + matrix % 2) ^ swizzle) * 16
+        in_block = self.storage.query.data_ptr().toint() + (swizzle + matrix % 2 * 8) * ROW_BYTES
+        in_block = in_block + ((side * 4 + matrix // 2) ^ swizzle) * 16
+        queries = [in_block + (self.me ^ i) * (warp_mma.M * ROW_BYTES) for i in range(2)]
         pairs = cutlass.const_expr(geometry.token_blocks // 2)
-        a = cute.make_rmem_tensor(cute.make_layout(warp_mma.OPERANDS), self.dtype)
-        b = cute.make_rmem_tensor(cute.make_layout((4, 2, pairs, 2)), self.dtype)
-        sums = cute.make_rmem_tensor(cute.make_layout((4, geometry.token_blocks, SETS)), Float32)
+        a = cute.make_rmem_tensor(cute.make_layout((warp_mma.OPERANDS, 2)), self.dtype)
+        b = cute.make_rmem_tensor(cute.make_layout((4, 2, pairs)), self.dtype)
+        sums = cute.make_rmem_tensor(cute.make_layout((4, geometry.token_blocks, 2)), Float32)
         sums.fill(0.0)
-        steps = cutlass.const_expr(len(geometry.slices))
-        self.load_keys(keys, b, 0)
-        for n in cutlass.range_constexpr(steps):
-            panel, i = geometry.slices[n]
-            if cutlass.const_expr(n + 1 < steps):
-                self.load_keys(keys, b, n + 1)
-            if cutlass.const_expr(panel >= geometry.resident):
-                load_matrices((queries ^ i * 32) + (panel - geometry.resident) * (ROWS * ROW_BYTES), a)
-            for j in cutlass.range_constexpr(geometry.token_blocks):
-                acc = sums[None, j, n % SETS]
-                of_keys = b[None, j % 2, j // 2, n % 2]
-                if cutlass.const_expr(panel < geometry.resident):
-                    cute.mma_atom_call(self.mma, acc, self.query[None, i, panel], of_keys, acc)
-                else:
-                    cute.mma_atom_call(self.mma, acc, a, of_keys, acc)
-        for j in cutlass.range_constexpr(geometry.token_blocks):
+        for n in cutlass.range_constexpr(len(geometry.slices)):
+            panel, j = geometry.slices[n]
+            for pair in cutlass.range_constexpr(pairs):
+                both = cute.make_tensor(b[None, None, pair].iterator, cute.make_layout(warp_mma.OPERANDS))
+                load_matrices((keys ^ j * 32) + (panel * geometry.panel_bytes + pair * warp_mma.K * ROW_BYTES), both)
+            for i in cutlass.range_constexpr(2):
+                if cutlass.const_expr(panel >= geometry.resident):
+                    at = (queries[i] ^ j * 32) + (panel - geometry.resident) * (ROWS * ROW_BYTES)
+                    load_matrices(at, a[None, i])
+                for t in cutlass.range_constexpr(geometry.token_blocks):
+                    acc = sums[None, t, i]
+                    of_keys = b[None, t % 2, t // 2]
+                    if cutlass.const_expr(panel < geometry.resident):
+                        cute.mma_atom_call(self.mma, acc, self.query[None, i, j, panel], of_keys, acc)
+                    else:
+                        cute.mma_atom_call(self.mma, acc, a[None, i], of_keys, acc)
+        # No one writes here again before all warps of the scores have passed the next EMPTY.
+        size = cutlass.const_expr(16 * WARP * geometry.token_blocks)
+        given = self.storage.exchange.data_ptr().toint() + opaque(lane) * 16
+        for t in cutlass.range_constexpr(geometry.token_blocks):
+            place = given + (self.me * size + t * (16 * WARP))
+            place = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(sums[None, t, 1], cute.make_tensor(place, cute.make_layout(4)))
+        cute.arch.barrier(barrier_id=int(Barrier.PAIR) + self.me // 2, number_of_threads=2 * WARP)
+        part = cute.make_rmem_tensor(4, Float32)
+        for t in cutlass.range_constexpr(geometry.token_blocks):
+            place = given + ((self.me ^ 1) * size + t * (16 * WARP))
+            place = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=16)
+            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), part)
             for c in cutlass.range_constexpr(4):
-                total = sums[c, j, 0]
-                for i in cutlass.range_constexpr(1, SETS):
-                    total = total + sums[c, j, i]
-                self.acc[c, j] = total
-
-    def load_keys(self, keys: Int32, b: cute.Tensor, n: int) -> None:
-        """The keys of a slice as B operands, to one of two sets of registers."""
-        geometry = self.geometry
-        panel, i = geometry.slices[n]
-        for pair in range(geometry.token_blocks // 2):
-            both = cute.make_tensor(b[None, None, pair, n % 2].iterator, cute.make_layout(warp_mma.OPERANDS))
-            load_matrices((keys ^ i * 32) + (panel * geometry.panel_bytes + pair * warp_mma.K * ROW_BYTES), both)
+                self.acc[c, t] = sums[c, t, 0] + part[c]
 
     @cute.jit
     def softmax(self, first_token: Int32, length: Int32, unmasked: Int32, block: rows.Block, buffer: Int32):

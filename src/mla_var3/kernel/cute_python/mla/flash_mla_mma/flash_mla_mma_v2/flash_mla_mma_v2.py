@@ -196,6 +196,16 @@ class Geometry:
         return self.tokens // warp_mma.N
 
     @property
+    def ways(self) -> int:
+        """Threads that copy the same 16 bytes of a row, each in other panels."""
+        return OUTPUT_THREADS // paged.ROW_LANES // self.tokens
+
+    @property
+    def copies(self) -> int:
+        """Panels that a thread copies 16 bytes of. Some threads have no last one."""
+        return -(-self.panels // self.ways)
+
+    @property
     def p_stride(self) -> int:
         """Bytes of a row of P."""
         return 2 * (self.tokens + PAD)
@@ -286,45 +296,51 @@ def loaded_row(geometry: Geometry) -> Int32:
     return (cute.arch.thread_idx()[0] >> 3) % geometry.tokens
 
 
-@cute.jit
-def load_tile(
-    inputs: Inputs,
-    kv_head: Int32,
-    stage: Int32,  # shared memory
-    place: cutlass.Constexpr,  # `row_place` of this thread's row
-    geometry: cutlass.Constexpr,
-):
-    """Starts copying this thread's row of a KV tile, by the warps of the output. Eight threads copy a row, 16 bytes
-    each of every panel, and where there are more threads than that, each half of them every other panel. A thread's
-    addresses in the panels differ by constants."""
-    cache, width = inputs.cache, cutlass.const_expr(geometry.k + geometry.p)
-    ways = cutlass.const_expr(OUTPUT_THREADS // paged.ROW_LANES // geometry.tokens)
+class Copy(NamedTuple):
+    """What a thread of the output copies of a KV tile: 16 bytes of a row in every panel, or, where there are more
+    threads than that, in every other one. source: address in global memory of those in the first panel; target: where
+    they go in shared memory; way: which panels it has, counted from 0."""
+
+    source: Int64
+    target: Int32
+    way: Int32
+
+
+def copy_of(inputs: Inputs, kv_head: Int32, stage: Int32, place: tuple[Int32, Int32], geometry: Geometry) -> Copy:
+    """stage: shared memory. place: `row_place` of this thread's row. Eight threads copy a row. A thread's addresses in
+    the panels differ by constants."""
+    cache, width = inputs.cache, geometry.k + geometry.p
     thread, (page, in_page) = cute.arch.thread_idx()[0], place
     row, chunk = loaded_row(geometry), thread & (paged.ROW_LANES - 1)
     way = thread // (paged.ROW_LANES * geometry.tokens)
+    target = stage + way * geometry.panel_bytes + row * ROW_BYTES + (chunk ^ (row & 7)) * (2 * paged.CHUNK)
+    offset = (in_page * cache.shape[2] + kv_head) * width + way * PANEL + chunk * paged.CHUNK
+    source = cache.iterator.toint() + 2 * (Int64(page) * paged.page_stride(cache) + offset)
+    return Copy(source, target, way)
+
+
+@cute.jit
+def copy_last(copy: Copy, dtype: cutlass.Constexpr, geometry: cutlass.Constexpr):
+    """Starts copying a thread's last panel, which may not be full, or not be there."""
+    width, ways, i = cutlass.const_expr((geometry.k + geometry.p, geometry.ways, geometry.copies - 1))
+    at = copy.source + 2 * PANEL * ways * i
+    if cutlass.const_expr(geometry.copies * ways * PANEL > width):
+        # Where the cache ends inside the panel, its last columns are read again: behind it there may be no memory.
+        chunk = cute.arch.thread_idx()[0] & (paged.ROW_LANES - 1)
+        column = (copy.way + ways * i) * PANEL + (chunk + 1) * paged.CHUNK
+        at = at - 2 * cutlass.max(column - width, 0)
+    if cutlass.const_expr(geometry.copies * ways <= geometry.panels):
+        copy_chunk(dtype, at, copy.target + ways * i * geometry.panel_bytes)
+    elif copy.way + i * ways < geometry.panels:
+        copy_chunk(dtype, at, copy.target + ways * i * geometry.panel_bytes)
+
+
+def copy_chunk(dtype: type, source: Int64, target: Int32) -> None:
+    """cp.async of 16 bytes."""
     atom = cute.make_copy_atom(
-        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), cache.element_type, num_bits_per_copy=128
+        cpasync.CopyG2SOp(cache_mode=cpasync.LoadCacheMode.GLOBAL), dtype, num_bits_per_copy=128
     )  # fmt: skip
     vector = cute.make_layout(paged.CHUNK)
-    target = stage + way * geometry.panel_bytes + row * ROW_BYTES + (chunk ^ (row & 7)) * (2 * paged.CHUNK)
-    column = way * PANEL + chunk * paged.CHUNK
-    offset = (in_page * cache.shape[2] + kv_head) * width + column
-    source = cache.iterator.toint() + 2 * (Int64(page) * paged.page_stride(cache) + offset)
-    for i in cutlass.range_constexpr(-(-geometry.panels // ways)):
-        at = source + 2 * PANEL * ways * i
-        if cutlass.const_expr((i + 1) * ways * PANEL > width):
-            # Where the cache ends inside the panel, its last columns are read again: behind it there may be no
-            # memory. So they are of a panel that is not there, which is not written.
-            at = at - 2 * cutlass.max(column + paged.CHUNK + PANEL * ways * i - width, 0)
-        to = target + ways * i * geometry.panel_bytes
-        if cutlass.const_expr((i + 1) * ways <= geometry.panels):
-            copy_chunk(atom, cache.element_type, vector, at, to)
-        elif way + i * ways < geometry.panels:
-            copy_chunk(atom, cache.element_type, vector, at, to)
-
-
-def copy_chunk(atom: Any, dtype: type, vector: Any, source: Int64, target: Int32) -> None:
-    """cp.async of 16 bytes."""
     place = cute.make_ptr(dtype, target, cute.AddressSpace.smem, assumed_align=16)
     origin = cute.make_ptr(dtype, source, cute.AddressSpace.gmem, assumed_align=16)
     cute.copy(atom, cute.make_tensor(origin, vector), cute.make_tensor(place, vector))
@@ -649,7 +665,10 @@ class Output(Cell):
             for i in cutlass.range_constexpr(geometry.stages):
                 place = row_place(self.inputs, of, tiles.first + i, loaded_row(geometry), geometry)
                 if tiles.first + i < tiles.end:
-                    load_tile(self.inputs, self.kv_head, self.stage(Int32(i)), place, geometry)
+                    copy = copy_of(self.inputs, self.kv_head, self.stage(Int32(i)), place, geometry)
+                    copy_last(copy, self.dtype, geometry)
+                    for j in cutlass.range_constexpr(geometry.copies - 1):
+                        self.copy_panel(copy, j)
                 cute.arch.cp_async_commit_group()
 
     @staticmethod
@@ -673,8 +692,9 @@ class Output(Cell):
                     self.scale(i, half, factors[self.row(i, half, self.lane)])
 
     @cute.jit
-    def output(self, stage: Int32, buffer: Int32):
-        """O += P·V of this warp's columns. V is K's panels, read transposed: two matrices of tokens, two of columns."""
+    def output(self, stage: Int32, buffer: Int32, copy: Copy, loads: Boolean):
+        """O += P·V of this warp's columns. V is K's panels, read transposed: two matrices of tokens, two of columns.
+        copy: of the KV tile that is loaded meanwhile, where one is."""
         geometry, lane = self.geometry, self.lane
         matrix, swizzle = lane // 8, lane % 8
         column = self.warp * (geometry.columns * warp_mma.N)
@@ -689,16 +709,32 @@ class Output(Cell):
         b = cute.make_rmem_tensor(cute.make_layout((4, 2)), self.dtype)
         both = cute.make_tensor(b.iterator, cute.make_layout(warp_mma.OPERANDS))
         # A loop, in which ptxas loads nothing ahead of the next 16 tokens: for that there are no registers.
-        for n in cutlass.range(geometry.token_blocks // 2, unroll=1):
+        steps, columns = cutlass.const_expr((geometry.token_blocks // 2, geometry.columns // 2))
+        of_step = cutlass.const_expr(columns * geometry.ways)  # panels
+        for n in cutlass.range(steps, unroll=1):
+            later = Copy(
+                copy.source + n * (2 * PANEL * of_step), copy.target + n * (geometry.panel_bytes * of_step), copy.way
+            )  # fmt: skip
             for i in cutlass.range_constexpr(ROW_BLOCKS):
                 load_matrices(weights + (n * 2 * warp_mma.K + i * warp_mma.M * stride), a[None, i])
-            for j in cutlass.range_constexpr(geometry.columns // 2):
+            for j in cutlass.range_constexpr(columns):
                 # 16 tokens of 16 columns.
                 load_matrices((values ^ j * 32) + n * warp_mma.K * ROW_BYTES, both, transposed=True)
                 for i in cutlass.range_constexpr(ROW_BLOCKS):
                     for c in cutlass.range_constexpr(2):
                         acc = self.acc_o[None, i, 2 * j + c]
                         cute.mma_atom_call(self.mma, acc, a[None, i], b[None, c], acc)
+                # Spread over the products: side by side, copies hold up what other warps read from shared memory.
+                if cutlass.const_expr(steps * columns < geometry.copies):
+                    if loads:
+                        self.copy_panel(later, j)
+                elif loads & (n * columns + j < geometry.copies - 1):
+                    self.copy_panel(later, j)
+
+    def copy_panel(self, copy: Copy, i: int) -> None:
+        """Starts copying the thread's i-th panel, which is not its last one."""
+        ways, size = self.geometry.ways, self.geometry.panel_bytes
+        copy_chunk(self.dtype, copy.source + 2 * PANEL * ways * i, copy.target + ways * size * i)
 
     @cute.jit
     def run(self, count: Int32):
@@ -715,16 +751,18 @@ class Output(Cell):
         for tile in cutlass.range(count, unroll=1):
             cute.arch.barrier(barrier_id=int(Barrier.FULL) + buffer, number_of_threads=THREADS)
             cute.autovec_copy(self.moved_in(buffer), moved)
-            if tile > 0:
-                if tile + (stages - 1) < count:
-                    pair = cute.make_rmem_tensor(2, Int32)
-                    cute.autovec_copy(self.places_in(buffer)[None, loaded_row(geometry)], pair)
-                    older = cutlass.select_(stage == 0, Int32(stages - 1), stage - 1)
-                    load_tile(self.inputs, self.kv_head, self.stage(older), (pair[0], pair[1]), geometry)
-                cute.arch.cp_async_commit_group()
+            pair = cute.make_rmem_tensor(2, Int32)
+            cute.autovec_copy(self.places_in(buffer)[None, loaded_row(geometry)], pair)
+            older = cutlass.select_(stage == 0, Int32(stages - 1), stage - 1)
+            copy = copy_of(self.inputs, self.kv_head, self.stage(older), (pair[0], pair[1]), geometry)
+            loads = (tile > 0) & (tile + (stages - 1) < count)
+            if loads:
+                copy_last(copy, self.dtype, geometry)
             if (moved[0] | moved[1] | moved[2] | moved[3]) != 0:
                 self.rescale(buffer, moved)
-            self.output(stage, buffer)
+            self.output(stage, buffer, copy, loads)
+            if tile > 0:
+                cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(stages - 3)
             if tile + BUFFERS < count:
                 cute.arch.barrier_arrive(barrier_id=int(Barrier.EMPTY) + buffer, number_of_threads=THREADS)

@@ -206,6 +206,12 @@ class Geometry:
         return -(-self.panels // self.ways)
 
     @property
+    def spreads(self) -> bool:
+        """Whether the copies of a KV tile stand between the products of the output. With 16 tokens sm_120a has no
+        registers for their addresses."""
+        return self.tokens == TOKEN_TILES[0]
+
+    @property
     def p_stride(self) -> int:
         """Bytes of a row of P."""
         return 2 * (self.tokens + PAD)
@@ -725,7 +731,9 @@ class Output(Cell):
                         acc = self.acc_o[None, i, 2 * j + c]
                         cute.mma_atom_call(self.mma, acc, a[None, i], b[None, c], acc)
                 # Spread over the products: side by side, copies hold up what other warps read from shared memory.
-                if cutlass.const_expr(steps * columns < geometry.copies):
+                if cutlass.const_expr(not geometry.spreads):
+                    pass
+                elif cutlass.const_expr(steps * columns < geometry.copies):
                     if loads:
                         self.copy_panel(later, j)
                 elif loads & (n * columns + j < geometry.copies - 1):
@@ -758,6 +766,9 @@ class Output(Cell):
             loads = (tile > 0) & (tile + (stages - 1) < count)
             if loads:
                 copy_last(copy, self.dtype, geometry)
+                if cutlass.const_expr(not geometry.spreads):
+                    for i in cutlass.range_constexpr(geometry.copies - 1):
+                        self.copy_panel(copy, i)
             if (moved[0] | moved[1] | moved[2] | moved[3]) != 0:
                 self.rescale(buffer, moved)
             self.output(stage, buffer, copy, loads)

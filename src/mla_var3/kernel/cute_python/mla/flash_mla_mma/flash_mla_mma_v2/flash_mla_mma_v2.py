@@ -11,22 +11,23 @@ tokens, or of 16 where three of 32 do not fit into shared memory.
 and a share of the output. There the four parts of a score meet in shared memory, in fp32, and each tile has a barrier
 of all warps. Here the two products belong to different warps, three on each quarter of the SM:
 
-    warps 0..7    output    wait FULL i | load i + stages - 1 | O += P·V of KV tile i | arrive EMPTY i
+    warps 0..7    output    wait FULL i | O += P·V of KV tile i, copies of tile i + stages - 1 | arrive EMPTY i
     warps 8..11   scores    wait EMPTY i - 2 | S = Q·Kᵀ of KV tile i | softmax | P -> shared memory | arrive FULL i
 
-A warp of the scores has 16 rows, all columns and all tokens of a KV tile. So a score is whole in the registers of one
-warp, as are the maximum and the sum of a row, and nothing but P goes through shared memory. A warp of the output has
-64 columns of all rows. While one kind waits for the other's results, for `ldmatrix` or for an exponential, the other
-one multiplies. No two tiles are in step by more than the two buffers of P.
+Two warps of the scores share 32 rows, and each multiplies them over half of the columns. Then each gives the other its
+partial sums of 16 rows, through shared memory, and has the scores of its own 16 rows in registers, as it has their
+maxima and sums. A warp of the output has 64 columns of all rows. While one kind waits for the other's results, for
+`ldmatrix` or for an exponential, the other one multiplies.
 
-    load      cp.async of a KV tile in panels of 64 columns, by the warps of the output, into the stage that the tile
-              before has left
-    FULL      P of a KV tile is there, and factors of rows whose maximum has moved; all warps of the output are done
-              with the KV tile before
+    copies    cp.async of a KV tile in panels of 64 columns, by the warps of the output, between their products, into
+              the stage that the tile before has left
+    FULL      P of a KV tile is there, with factors of rows whose maximum has moved and the pages of the rows that are
+              loaded next; all warps of the output are done with the KV tile before
     EMPTY     P has been read, and the KV tile two further on has arrived
 
 **Registers.** With twelve warps a thread has 168. A warp of the output holds 128 of outputs. A warp of the scores would
-hold 144 of Q, so it keeps two thirds of its columns there, 96, and reads the others from shared memory in each KV tile.
+hold 144 of Q, so it keeps the first panels there, 16 registers each, and reads the others from shared memory in each KV
+tile. A warp of the output has none left for a page while it multiplies, so a warp of the scores looks pages up.
 
 The running maximum may stay behind the true one by up to 8 in the log2 domain, a factor of 2^8 (lazy rescale), so that
 most KV tiles move it for no row. Beside P lies a word of each warp of the scores that says whether the maximum of any
@@ -1090,7 +1091,8 @@ class FlashMlaMmaV2Plan(KernelPlan):
     tiling: FlashMlaMmaV2Tiling
     uses = ("adaptive-tiles", "device-tile-scheduler", "fast-exp2-softmax", "split-kv")
     requires = Requirement(
-        archs=("sm_80+",),
+        # For sm_100a and sm_103a ptxas spills in the loop of products.
+        archs=("sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_120a", "sm_121a"),
         dtypes=("bf16", "fp16"),
         features=("cp_async",),
         problem=takes,

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Compiles what records of live versions timed and writes results/code.json (`catalogue.ledger`); needs no GPU.
+"""Writes down what records of live versions timed compiles to, in results/code.json (`catalogue.ledger`); needs no GPU.
 
     scripts/record_code.py                 # every version whose source changed since its lines were written
-    scripts/record_code.py --all           # all of them
+    scripts/record_code.py --all           # all of them, compiled anew
     scripts/record_code.py cute-dsl/flash_mla_v23
     PYTHONPATH=DIR scripts/record_code.py triton/flash_mla     # pip install --no-deps --target DIR triton==3.6.0
     PYTHONPATH=DIR scripts/record_code.py --compare    # lists what another compiler makes otherwise; writes nothing
@@ -13,8 +13,9 @@ Of CuTe, DIR has two folders to name, as its packages are found through a .pth f
     PYTHONPATH=DIR/nvidia_cutlass_dsl/dsl_packages:DIR scripts/record_code.py --compare cute-dsl/flash_mla_v23
 
 A line says what the source that is here makes with the compiler of the records: where they name another one than is
-installed, lines stay as they are. Each is compiled in a process of its own: in one that has compiled others before,
-CuTe's compiler was seen to choose other registers. That takes about ten seconds.
+installed, lines stay as they are. A record that timed the source that is here says itself which code that makes, so
+that nothing is compiled for it. Other lines are compiled, each in a process of its own: in one that has compiled others
+before, CuTe's compiler was seen to choose other registers. That takes about ten seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from mla_var3 import paths
@@ -40,36 +41,36 @@ from mla_var3.device import Device
 from mla_var3.lab.knobs import knobs, own_knobs
 from mla_var3.record import load
 from mla_var3.toolchain.aot import code_knobs
+from mla_var3.toolchain.digest import Code
 from mla_var3.toolchain.versions import toolchain
 from mla_var3.workload import get, problem_from_record
 
-#: Beside what records timed, so that every compiled version has a line: kernel, workload, problem, tiling, number of
-#: kernels.
+#: Beside what records timed, so that every compiled version has a line: kernel, workload, problem, tiling.
 ALWAYS = (
-    ("cute-dsl/flash_mla", "decode", {"h": 128}, {"num_splits": 1}, 1),
-    ("cute-dsl/flash_mla", "decode", {"h": 128}, {"num_splits": 4}, 2),
-    ("cute-dsl/sparse_mla", "sparse_decode", {"h": 128, "layout": "bf16"}, None, 5),
-    ("cutile-dsl/flash_attention", "prefill", {"b": 8, "s": 1024, "h": 128, "causal": True}, None, 1),
+    ("cute-dsl/flash_mla", "decode", {"h": 128}, {"num_splits": 1}),
+    ("cute-dsl/flash_mla", "decode", {"h": 128}, {"num_splits": 4}),
+    ("cute-dsl/sparse_mla", "sparse_decode", {"h": 128, "layout": "bf16"}, None),
+    ("cutile-dsl/flash_attention", "prefill", {"b": 8, "s": 1024, "h": 128, "causal": True}, None),
 )
 
 
 @dataclass(frozen=True)
 class Call:
-    """What one line is compiled from. tiling: of the record, None for the default. kernels: how many it launches, 0
-    where that is not known. toolchain: what compiled what a record timed."""
+    """What one line is compiled from. tiling: of the record, None for the default. toolchain: what compiled what a
+    record timed. code: what that was, of a record that timed the source that is here; else None."""
 
     label: str
     problem: dict[str, Any]
     tiling: dict[str, Any] | None
     device: str
-    kernels: int = 0
     toolchain: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, Any] | None = None
 
     def place(self) -> tuple[Any, ...]:
         """Equal for calls that one line stands for, as `place_of` has it of that line."""
         pd, plan = self.plan()
-        knobs = json.dumps(code_knobs(plan.tiling), sort_keys=True)
-        return self.label, pd.problem_class().key(), knobs, own_problem(self.label, pd), self.kernels
+        knobs, functions = json.dumps(code_knobs(plan.tiling), sort_keys=True), plan.plan_empty().functions
+        return self.label, pd.problem_class().key(), knobs, functions, own_problem(self.label, pd)
 
     def taken(self) -> bool:
         """Whether the version still takes the problem: it may have left it to a later one."""
@@ -90,7 +91,8 @@ class Call:
 
 
 def place_of(line: Line) -> tuple[Any, ...]:
-    return line.kernel, line.problem_class, json.dumps(line.knobs, sort_keys=True), line.problem, len(line.stages)
+    knobs = json.dumps(line.knobs, sort_keys=True)
+    return line.kernel, line.problem_class, knobs, tuple(line.functions), line.problem
 
 
 def own_problem(label: str, problem: Any) -> str:
@@ -98,16 +100,18 @@ def own_problem(label: str, problem: Any) -> str:
     return "" if label.startswith("cute-dsl/") else problem.label
 
 
-def compiled_line(call: Call) -> Line:
-    """The line of a call, compiled in this process."""
+def line_of(call: Call) -> Line:
+    """The line of a call; compiled in this process if no record says what it is."""
     pd, plan = call.plan()
-    code = plan.plan_empty().compile(None, Device.get(call.device)).code
+    kernel = plan.plan_empty()
+    code = Code.from_record(call.code) if call.code else kernel.compile(None, Device.get(call.device)).code
     if code is None:
         raise SystemExit(f"{call.label}: what it compiles to has no digest")
     return Line(
         kernel=call.label,
         problem_class=pd.problem_class().key(),
         knobs=code_knobs(plan.tiling),
+        functions=kernel.functions,
         stages=[stage.name for stage in code.kernels],
         arch=code.arch,
         source=ledger.source_of(call.label),
@@ -121,14 +125,15 @@ def wanted(kernels: Collection[str] = ()) -> Iterator[Call]:
     """What every record timed that says so, of versions that are here, take it and are compiled here, and `ALWAYS`.
     kernels: only these versions, where any are named."""
     here = {kernel.label for kernel in registry.all_kernels() if not kernels or kernel.label in kernels}
-    for label, workload, fields, tiling, count in ALWAYS:
+    for label, workload, fields, tiling in ALWAYS:
         if label in here:
-            yield Call(label, get(workload).problem(**fields).to_record(), tiling, "h200", count)
+            yield Call(label, get(workload).problem(**fields).to_record(), tiling, "h200")
     for record in load([paths.shipped_results_dir()]).records:
         code = record.code or {}
         if code.get("kernels") and record.time_us and record.kernel.label in here:
-            many, by = len(code["kernels"]), code.get("toolchain") or {}
-            call = Call(record.kernel.label, record.problem, record.tiling, record.device, many, by)
+            own = code if record.source.hash == ledger.source_of(record.kernel.label) else None
+            by = code.get("toolchain") or {}
+            call = Call(record.kernel.label, record.problem, record.tiling, record.device, by, own)
             if call.taken():
                 yield call
 
@@ -144,7 +149,7 @@ def compile_apart(calls: Sequence[Call]) -> int:
         if not (child := os.fork()):
             status = 1
             try:
-                print(json.dumps(asdict(compiled_line(call))), flush=True)
+                print(json.dumps(asdict(line_of(replace(call, code=None)))), flush=True)
                 status = 0
             except BaseException:
                 traceback.print_exc()
@@ -162,7 +167,7 @@ def compiled_apart(calls: Sequence[Call]) -> list[Line]:
         for text in process.stdout or ():
             made.append(line := Line(**json.loads(text)))
             where = line.problem or line.problem_class
-            print(f"{line.kernel} {where} {'+'.join(line.stages)}: {line.digest}", flush=True)
+            print(f"{line.kernel} {where} {'+'.join(line.functions)}: {line.digest}", flush=True)
     if process.returncode:
         raise SystemExit(f"{calls[len(made)].label} did not compile: nothing was written.")
     return made
@@ -210,6 +215,7 @@ def main() -> int:
     known = () if args.all else lines
     current = {place_of(line) for line in known if line.source == ledger.source_of(line.kernel)}
     todo: dict[tuple[Any, ...], Call] = {}
+    told: dict[tuple[Any, ...], Call] = {}
     other: Counter[str] = Counter()
     asked: set[tuple[Any, ...]] = set()
     for call in wanted(args.kernels):
@@ -217,13 +223,17 @@ def main() -> int:
         asked.add(place)
         if place in current:
             continue
+        if call.code and not args.all:
+            told.setdefault(place, call)
+            continue
         language = call.label.split("/")[0]
         installed = toolchain(language)
         if any(installed.get(package, version) != version for package, version in call.toolchain.items()):
             other[f"{call.label}: compiled by {dict(call.toolchain)}, and {installed} is here"] += 1
             continue
         todo.setdefault(place, call)
-    made = compiled_here(list(todo.values()))
+    made = [line_of(call) for call in told.values()]
+    made += compiled_here([call for place, call in todo.items() if place not in told])
     # A line that nothing asks for any more goes, unless its version was not looked at.
     # So does one of an older source: the new one launches other kernels, or its record needs another compiler.
     looked = [
@@ -232,11 +242,10 @@ def main() -> int:
         if (args.kernels and line.kernel not in args.kernels)
         or (place_of(line) in asked and line.source == ledger.source_of(line.kernel))
     ]
-    # Records of one call may know of different numbers of kernels: each has asked for the same line.
-    kept = list({place_of(line): line for line in (*looked, *made)}.values())
+    kept = [*looked, *made]
     for what, count in other.items():
         print(f"{count} left as they are: {what}")
-    kept.sort(key=lambda line: (line.kernel, line.problem_class, line.problem, list(line.stages), line.digest))
+    kept.sort(key=lambda line: (line.kernel, line.problem_class, line.problem, list(line.functions), line.digest))
     ledger.path().write_text(ledger.to_json(kept), encoding="utf-8")
     print(f"{len(kept)} lines in {ledger.path()}")
     return 0

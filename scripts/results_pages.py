@@ -50,9 +50,7 @@ WHAT = {
     "query_rows": ("A request has 4 to 512 query rows, its query tokens times its heads (`experiment=query_rows`)."),
     "ragged": (
         "The requests of a cell differ in length, as they do on a server (`experiment=ragged`). The kernels here read "
-        "the lengths on the device and are given no hint. Some libraries run a small kernel first that makes a "
-        "schedule, and the 61 layers of a model's step can share it: the columns `speedup` count one 61st of that "
-        "kernel's time, the columns `scheduled in every call` all of it."
+        "the lengths on the device and are given no hint."
     ),
     "unseen": (
         "The problems were drawn at random, from a seed that no earlier run had used, so that no kernel can have been "
@@ -103,11 +101,11 @@ WHAT = {
     ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
-        "latent space, and the latent output out of it. The library is `torch.bmm` (`experiment=absorb_gemm`)."
+        "latent space, and the latent output out of it (`experiment=absorb_gemm`)."
     ),
     "mla_layer": (
-        "A decode step of one whole attention layer of DeepSeek V3, with its projections. The library is the same "
-        "layer with FlashMLA as its attention, whose schedule is shared by 61 layers (`experiment=mla_layer`)."
+        "A decode step of one whole attention layer of DeepSeek V3, with its projections, beside the same layer with "
+        "FlashMLA as its attention (`experiment=mla_layer`)."
     ),
 }
 #: Page -> what its cells and columns are, where their names do not say it.
@@ -123,10 +121,8 @@ MORE = {
         "`half_short`: so for one half of the requests, and evenly from there to 32,768 for the other. In layout v4 a "
         "row has 128 indices into a window, and 512 or 1024 into a second cache that has a quarter of the tokens. In "
         "13 cells queries and indices are views with gaps between their rows (strided), which a name says only where a "
-        "cell without gaps has it too. Some libraries "
-        "run a small kernel first that makes a schedule, and the 61 layers of a model's step can share it: the columns "
-        "`speedup` count one 61st of that kernel's time, the columns `scheduled in every call` all of it. Of the 30 "
-        "cells of the experiment 24 were measured; the run had no time left for the others."
+        "cell without gaps has it too. Of the 30 cells of the experiment 24 were measured; the run had no time left "
+        "for the others."
     ),
     "unseen_sparse": (
         " The last words of a cell's name mean what they mean on the page [sparse_served](sparse_served.md): "
@@ -229,9 +225,28 @@ METHOD = (
     "limit. The limit of a cell is the larger of FLOPs / cuBLAS rate and bytes / read rate, where both rates were "
     "measured in the same run. These rates are what a product of cuBLAS and a kernel that only reads reached, and no "
     "bounds of the hardware, so that a kernel can pass 100 %. Unless something else is said, all contenders of a cell "
-    "took turns in one process. The libraries are FlashMLA, built from source, and others where a row names them; a "
-    "speedup above 1 means that the kernel here is faster than the library."
+    "took turns in one process. A speedup above 1 means that the kernel here is faster than the library."
 )
+#: Behind METHOD where a table has such columns.
+SHARED = (
+    "Some libraries run a small kernel first that makes a schedule of the call's splits, and the 61 layers of a "
+    "model's step can share that schedule. The columns `speedup` count one 61st of that kernel's time, as one layer's share, "
+    "and the columns `scheduled in every call` count all of it, as a call that makes its own schedule takes."
+)
+#: What a library's records are named after: `peer/` and one of these words.
+LIBRARIES = {
+    "flash_mla_lib": "FlashMLA built from source",
+    "flash_mla_sparse": "FlashMLA's sparse decode built from source",
+    "flash_mla_layer": "a whole layer with FlashMLA as its attention",
+    "fa3_qv": "FlashAttention-3",
+    "fa3_sparse": "FlashAttention-3",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "flashinfer_fa3": "FlashInfer with its kernels for Hopper",
+    "flashinfer_sparse": "FlashInfer",
+    "deep_gemm": "DeepGEMM",
+    "cublas_bmm": "`torch.bmm`, which calls cuBLAS",
+}
 #: How a cell's name is read.
 CELLS = (
     "A cell is named after its problem: `b128_s1_h64_t4096` are 128 requests (b) of one query token (s) with 64 heads "
@@ -371,12 +386,21 @@ def against(records: list[dict[str, Any]]) -> str:
     return f"{summary(here)}\n\n{{heading}}{without_comments(against_libraries(here))}\n"
 
 
+def method(records: Iterable[dict[str, Any]], tables: str) -> str:
+    """How a page's records were measured, beside which libraries, and what the columns of its tables mean."""
+    labels = (label(r).removeprefix("peer/") for r in records if r["time_us"] and label(r).startswith("peer/"))
+    found = [f"{LIBRARIES[name]} (`peer/{name}`)" for name in sorted(set(labels), key=list(LIBRARIES).index)]
+    beside = f" {'The libraries are' if len(found) > 1 else 'The library is'} {_listed(found)}." if found else ""
+    shared = f" {SHARED}" if "scheduled in every call" in tables else ""
+    return f"{CELLS} {METHOD}{beside}{shared}"
+
+
 def page(name: str) -> str:
     """The text of an experiment's page."""
     records = records_of(MAIN, name)
     heading = f"{against_each(name)}## The fastest kernel here against the library\n\n"
     table = against(records).format(heading=heading)
-    measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {CELLS} {METHOD}"
+    measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {method(records, table)}"
     return (
         f"{HEAD}\n# {name}\n\n{WHAT[name]}{MORE.get(name, '')}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
         f"\n## All contenders\n\n{without_comments(comparison(records))}\n"
@@ -386,11 +410,13 @@ def page(name: str) -> str:
 
 def device_page(device: str) -> str:
     """The text of a further device's page."""
-    text = f"{HEAD}\n# {Device.get(device).name}\n\nUnless an experiment says otherwise: {DENSE}. {CELLS} {METHOD}\n"
+    text, records = "", []
     for name in FILES[device]:
+        records += records_of(device, name)
         table = against(records_of(device, name)).format(heading="")
         text += f"\n## {name}\n\n{WHAT[name]} {where(device, name)}\n\n{table}\n{sources(device, name)}"
-    return text
+    measured = f"Unless an experiment says otherwise: {DENSE}. {method(records, text)}"
+    return f"{HEAD}\n# {Device.get(device).name}\n\n{measured}\n{text}"
 
 
 def gpus_page(device: str) -> str:

@@ -6,20 +6,23 @@ import json
 import runpy
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mla_var3 import paths
 from mla_var3.catalogue import ledger, registry
-from mla_var3.catalogue.ledger import GONE, LIBRARY, OTHER, SAME, STALE, UNKNOWN, Line
+from mla_var3.catalogue.ledger import GONE, LIBRARY, NO_LINE, OTHER, SAME, UNKNOWN, Line
 from mla_var3.record import Record, load
 from mla_var3.toolchain import source
 from mla_var3.toolchain.digest import Code
 from mla_var3.toolchain.versions import GENERATES, toolchain
 from mla_var3.workload import problem_from_record
 from mla_var3.workload.decode import MlaProblem
+from mla_var3.workload.topk import TopkProblem
 
 ALL = [k for k in registry.all_kernels() if k.language in GENERATES]
 LINED = {line.kernel for line in ledger.lines()}
@@ -38,6 +41,28 @@ def test_no_line_is_older_than_its_source(records: list[Record]) -> None:
     assert len({repr(line) for line in ledger.lines()}) == len(ledger.lines())
     old = {line.kernel for line in ledger.lines() if line.source != ledger.source_of(line.kernel)}
     assert not old, f"compile them again: scripts/record_code.py {' '.join(sorted(old))}"
+
+
+def test_what_records_timed_of_todays_source_is_in_a_line(records: list[Record]) -> None:
+    missing: Counter[str] = Counter()
+    for record in records:
+        label, code = record.kernel.label, record.code or {}
+        if record.time_us and code.get("kernels") and record.source.hash == ledger.source_of(label):
+            missing[label] += ledger.standing(label, problem_from_record(record.problem), code["digest"]) != SAME
+    gone = sorted(+missing)
+    assert not gone, f"write down what they timed: scripts/record_code.py {' '.join(gone)}"
+
+
+def test_a_line_is_of_one_length_of_row_where_code_is_made_for_it(repo_root: Path) -> None:
+    """Of a top-k, whose CTA holds a row in registers: how many a thread has decides the code, and is no knob."""
+    if (reason := registry.missing("cute-dsl")) is not None:
+        pytest.skip(reason)
+    script = runpy.run_path(str(repo_root / "scripts" / "record_code.py"))
+
+    def place(t: int) -> tuple[Any, ...]:
+        return script["Call"]("cute-dsl/topk_v5", TopkProblem(b=8, t=t).to_record(), None, "h200").place()
+
+    assert place(6000) == place(6001) != place(20000)
 
 
 def test_a_pipeline_is_as_old_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +117,7 @@ BEFORE_NAN = {"cute-dsl/flash_mla", "cute-dsl/flash_mla_v23", "cute-dsl/flash_ml
 def test_what_a_digest_says(tmp_path: Path) -> None:
     problem = MlaProblem(b=3, t=700)
     label, file = ALL[0].label, tmp_path / "code.json"
-    line = Line(label, problem.problem_class().key(), {}, ["x"], "sm_90a", registry.source_hash(ALL[0]), "aa")
+    line = Line(label, problem.problem_class().key(), {}, ["x"], ["x"], "sm_90a", registry.source_hash(ALL[0]), "aa")
 
     def says(digest: str, *written: Line, kernel: str = label, of: MlaProblem = problem) -> str:
         file.write_text(ledger.to_json(written))
@@ -101,13 +126,13 @@ def test_what_a_digest_says(tmp_path: Path) -> None:
 
     assert says("aa", line) == SAME
     assert says("bb", line) == OTHER
-    assert says("bb", line, replace(line, stages=["x", "y"], digest="bb")) == SAME
+    assert says("bb", line, replace(line, functions=["x", "y"], digest="bb")) == SAME
     assert says("", line) == UNKNOWN
-    assert says("aa", replace(line, source="older")) == STALE
-    assert says("aa", line, of=problem.replace(h=16)) == STALE
+    assert says("aa", replace(line, source="older")) == NO_LINE
+    assert says("aa", line, of=problem.replace(h=16)) == NO_LINE
     alone = replace(line, problem=problem.label)
     assert says("aa", alone) == SAME and says("bb", alone) == OTHER
-    assert says("aa", alone, of=problem.replace(b=4)) == STALE
+    assert says("aa", alone, of=problem.replace(b=4)) == NO_LINE
     assert says("aa", line, kernel="cute-dsl/flash_mla_v8") == GONE
     assert says("aa", line, kernel="peer/flash_mla_lib") == LIBRARY
     ledger.lines.cache_clear()

@@ -1,4 +1,4 @@
-"""What CuTe plans compile to on an H200, with its SASS: a problem class and its knobs once a process."""
+"""What CuTe plans compile to on an H200, with its SASS: each code once a process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ _MADE: dict[Any, Any] = {}
 
 def compiled(plan: Any) -> Any:
     """The compiled kernel of a plan, or its compiled kernels."""
-    key = type(plan), plan.problem.problem_class(), json.dumps(code_knobs(plan.tiling), sort_keys=True)
+    kernel, knobs = plan.plan_empty(), json.dumps(code_knobs(plan.tiling), sort_keys=True)
+    key = type(plan), plan.problem.problem_class(), knobs, kernel.functions
     if key not in _MADE:
         folder = Path(_FOLDER.name) / str(len(_MADE))
-        _MADE[key] = plan.plan_empty().compile(folder, Device.get("h200"), ("sass",))
+        _MADE[key] = kernel.compile(folder, Device.get("h200"), ("sass",))
     return _MADE[key]

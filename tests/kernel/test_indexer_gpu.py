@@ -277,6 +277,29 @@ def test_rows_in_the_order_of_their_values_are_read_again(label: str, t: int) ->
             assert torch.equal(found.long().sort(1).values, want.sort(1).values), (k, tiling)
 
 
+@pytest.mark.parametrize(("label", "t"), [(CHOOSES, 200_000), (SHORT, 16_000), (LONG, 40_000), (LONG, 131_072)])
+def test_rows_whose_largest_logits_are_equal_in_one_cta(label: str, t: int) -> None:
+    """CTAs of a cluster take lines of 32 logits in turn. Where all groups of one of them have the same largest logit,
+    there is no range to make bins of, and all the same that CTA has the largest logits of the row."""
+    import torch
+
+    torch.manual_seed(1)
+    column, below = torch.arange(t, device="cuda"), torch.rand(t, device="cuda") - 1.1
+    rows = []
+    for turns in (1, 2, 4, 8, 16):
+        own = column // 32 % turns == turns - 1
+        rows += [torch.where(own, x, below) for x in (1.0, 0.0, (column % 2).float())]
+        rows.append(torch.where(own & (torch.rand(t, device="cuda") < 0.5), 1.0, below))
+    logits = torch.stack(rows)
+    zeros = torch.zeros(len(rows), dtype=torch.int32, device="cuda")
+    for k in (64, 2048):
+        plan = planned(label, TopkProblem(b=len(rows), t=t, topk=k))
+        (want,) = topk.reference(plan.problem, logits, zeros, zeros + t)
+        for tiling in plan.autotune_configs():
+            (found,) = plan.with_tiling(tiling).plan(logits, zeros, zeros + t)()
+            assert torch.equal(found.long().sort(1).values, want.sort(1).values), (k, tiling)
+
+
 def test_rows_that_begin_anywhere_are_held() -> None:
     """Rows of the most logits, which do not begin at multiples of 16 bytes."""
     import torch

@@ -50,9 +50,7 @@ def compile_ahead(problems: Iterable[MlaProblem], *, fixed_split: int | None = N
     for kernel, plan in wanted:
         if kernel.language != "cute-dsl":
             continue
-        empty = plan.plan_empty()
-        names = tuple(stage.name for stage in getattr(empty, "stages", (empty,)))
-        key = (kernel, plan.problem.problem_class(), str(code_knobs(plan.tiling)), names)
+        key = (kernel, plan.problem.problem_class(), str(code_knobs(plan.tiling)), plan.plan_empty().functions)
         record = plan.problem.to_record()
         record.pop("softmax_scale", None)
         jobs.setdefault(

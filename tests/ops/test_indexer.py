@@ -82,6 +82,59 @@ def test_a_small_workspace_gives_the_same_choice(problem: Any, monkeypatch: pyte
     ways.way_for.cache_clear()
 
 
+@pytest.mark.parametrize("problem", [PAGED, PREFILL], ids=lambda p: p.label)
+@pytest.mark.parametrize("k", [40, 150, 256])
+def test_what_is_chosen_as_a_whole_gets_no_logits(problem: Any, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None at all where no row is longer than k."""
+    from mla_var3.ops import ways
+
+    problem = problem.replace(topk=k)
+    args, options, inputs = call(problem)
+    (best,) = of_both.reference(problem, *inputs)
+    pick, computed = ways._named, list[Any]()
+
+    def choice(asked: Any, device: Any) -> Any:
+        return pick({"indexer_logits": LOGITS, "topk": TOPK}[asked.workload])
+
+    def compute(served: Any, way: Any, *rest: Any) -> None:
+        computed.append(way.key)
+        ways.compute(served, way, *rest)
+
+    monkeypatch.setattr(ways, "_pick", choice)
+    monkeypatch.setattr(indexer, "compute", compute)
+    ways.way_for.cache_clear()
+    found = indexer_topk(*args, k=k, **options).long()
+    assert torch.equal(found.sort(1).values, best.sort(1).values)
+    ways.way_for.cache_clear()
+    assert computed == ([(pick(LOGITS).kernel, ())] if problem.columns > k else [])
+
+
+@pytest.mark.parametrize(
+    ("t", "k", "told"), [(4096, 2048, True), (4160, 2048, False), (1024, 512, True), (2048, 512, False)]
+)
+def test_rows_that_may_be_short_get_the_code_of_the_two_kernels(
+    t: int, k: int, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits' plan is the one that `cute-dsl/indexer_topk` has, so that a bundle of that holds its code."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from mla_var3.catalogue import registry
+    from mla_var3.device import Device
+    from mla_var3.kernel.parts import plans_of
+
+    device = Device.get("h200")
+    problem = IndexerTopkProblem(b=3, s=2, t=t, topk=k)
+    args, options, _ = call(problem)
+    plans: list[Any] = []
+    monkeypatch.setattr(indexer, "compute", lambda served, way, some, *_: plans.append(way.make(some, device)))
+    monkeypatch.setattr(indexer, "topk_indices", lambda *given, **named: None)
+    indexer_topk(*args, k=k, **options)
+    (plan,) = plans
+    two = registry.get_plan(registry.KernelId.parse("cute-dsl/indexer_topk"))
+    own: Any = plans_of(two(problem, None, device))["logits"]
+    assert type(plan) is type(own) and plan.problem.problem_class() == own.problem.problem_class()
+    assert (plan.tiling == own.tiling) == told and plan.tiling.beyond == (k if told else 0)
+
+
 def test_rows_that_lie_apart_and_lengths_of_int64() -> None:
     torch.manual_seed(0)
     wide = torch.randn(5, 3, 40)[:, 1]
@@ -189,5 +242,9 @@ def test_what_does_not_fit_is_told_of_the_argument() -> None:
     refused("^page_table has 4 rows for the 6 rows", topk_indices, logits, lens, 5, page_table=lens[:4].view(4, 1))
     refused("^page_table has 1 columns", topk_indices, torch.randn(6, 65), lens, 5, page_table=lens.view(6, 1))
     refused("at most 2,048 are chosen", topk_indices, logits, lens, 2049)
+    for name in ("k", 0, 2.0, True):
+        refused("^k is ", indexer_topk, *args, name, **options)
+    refused("an indexer of 16, 32, 64 heads", indexer_topk, torch.zeros(2, 48, 128, dtype=torch.uint8), keys,
+            torch.ones(2, 48), pends[:2], 2000, scales=more["scales"])  # fmt: skip
     refused("an indexer of 16, 32, 64 heads", indexer_logits, torch.zeros(2, 48, 128, dtype=torch.uint8), keys,
             torch.ones(2, 48), pends[:2], scales=more["scales"])  # fmt: skip

@@ -7,11 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from mla_var3.check.judge import check
+from mla_var3 import workload as workloads
+from mla_var3.check.judge import check, compare
 from mla_var3.device import Requirement
 from mla_var3.errors import UserError
+from mla_var3.workload import decode
 from mla_var3.workload.decode import MlaProblem
-from mla_var3.workload.prefill import CASES, LENGTH_NAMES, WORKLOAD, PrefillProblem, make_inputs, prefill_reference
+from mla_var3.workload.prefill import (
+    CASES,
+    LENGTH_NAMES,
+    WORKLOAD,
+    PrefillProblem,
+    bounds,
+    make_inputs,
+    prefill_reference,
+)
 from torch_plan import TorchPlan
 
 PROBLEM = PrefillProblem(b=2, s=70, h=2, causal=True)
@@ -301,6 +311,81 @@ def test_each_hostile_case_finds_what_it_is_for(plan: type[OraclePlan], case: st
 def test_the_check_finds_what_is_wrong(plan: type[OraclePlan], words: str) -> None:
     report = check(plan, PROBLEM, device="cpu", quick=True, seeds=[1])
     assert not report.ok and words in report.reason
+
+
+# ---------------------------------------------------------------- rows of few columns
+def test_the_bound_of_a_row_depends_on_columns_below_128_alone() -> None:
+    of_row = bounds("flashmla")["out"].of_row
+    assert [of_row(columns) for columns in (128, 192, 256, 512)] == [5e-6] * 4
+    assert of_row(64) == pytest.approx(7.2e-6, rel=5e-3) and of_row(96) == pytest.approx(5.7e-6, rel=1e-2)
+    for dist in ("normal", "nan", "extremes", "neighbours"):
+        assert bounds(dist) == decode.bounds_for(dist) and bounds(dist)["out"].of_row(64) == 1.02e-5
+    for other in ("decode", "mixed", "sparse_decode", "chunked_prefill", "rope", "norm", "merge", "gemm"):
+        assert workloads.get(other).bounds("flashmla")[workloads.get(other).outputs[0].name].row_mean == 0.0
+
+
+def _differences(columns: int, rows: int, of_p: float) -> torch.Tensor:
+    """Cosine differences of rows of many keys, with the errors that the derivation of the bound has: P's, as
+    independent of the row as random values are, and the rounding of the row itself."""
+    draw, found = torch.Generator().manual_seed(columns), []
+    for _ in range(rows >> 13):
+        row = torch.randn(1 << 13, columns, generator=draw)
+        out = torch.randn(1 << 13, columns, generator=draw).mul_(of_p).add_(row).bfloat16().float()
+        found.append((out - row).square_().sum(1) / (out.square_().sum(1) + row.square_().sum(1)))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("columns", "rows"), [(64, 1 << 20), (128, 1 << 19)])
+def test_the_worst_of_a_million_rounded_rows_is_within_the_bound_and_near_it(columns: int, rows: int) -> None:
+    found = _differences(columns, rows, 2**-8 / 12**0.5 / 0.96)
+    mean, bound = float(found.mean()), bounds("flashmla")["out"].of_row(columns)
+    assert mean == pytest.approx(decode.ROW_MEAN, rel=0.015)
+    assert float(found.std()) / mean == pytest.approx((2.8 / columns) ** 0.5, rel=0.03)
+    assert 0.65 * bound < float(found.max()) < 0.85 * bound
+
+
+@pytest.mark.parametrize("columns", [64, 128])
+def test_a_maximum_from_a_few_keys_is_refused_with_few_columns_too(columns: int) -> None:
+    """Most of P is then just above 1, where bf16's steps are twice as large."""
+    assert float(_differences(columns, 1 << 14, 2**-8 / 3**0.5).max()) > bounds("flashmla")["out"].of_row(columns)
+
+
+def _tiled(inputs: tuple[Any, ...], scale: float, mistake: str = "") -> tuple[Any, Any]:
+    """Out and lse of one causal prompt as a kernel computes them: KV tiles of 64 keys, P in bf16 relative to the
+    maximum so far, sums in float32, out in bf16; or with one mistake."""
+    q, k, v = (x.transpose(0, 1).float() for x in inputs[:3])
+    s = q.shape[1]
+    logits = (q @ k.transpose(1, 2)) * scale
+    logits.masked_fill_(torch.ones(s, s, dtype=torch.bool).triu(1 + (mistake == "mask")), float("-inf"))
+    top = torch.full((len(q), s, 1), float("-inf"))
+    total, out = torch.zeros(len(q), s, 1), torch.zeros(v.shape)
+    for begin in reversed(range(0, s, 64)):  # from the diagonal on, as kernels go
+        part = logits[..., begin : begin + 64]
+        new = torch.maximum(top, part.amax(-1, keepdim=True))
+        at = new.masked_fill(new.isinf(), 0.0)
+        p = (part - at).exp()
+        step = (top - at).exp()
+        total = total * step + p.sum(-1, keepdim=True)
+        if mistake != "rescale" or begin != 64:
+            out *= step
+        rounded = p.to(torch.float8_e4m3fn) if mistake == "fp8" else p.bfloat16()
+        out += rounded.float() @ v[:, begin : begin + 64]
+        top = new
+    return (out / total).bfloat16().transpose(0, 1), (top + total.log()).squeeze(-1)
+
+
+@pytest.mark.parametrize("widths", [{"d": 64, "p": 32}, {"d": 128, "p": 64}])
+@pytest.mark.parametrize("mistake", ["", "rescale", "mask", "fp8"])
+def test_a_kernels_roundings_pass_and_mistakes_do_not(widths: dict[str, int], mistake: str) -> None:
+    problem = PrefillProblem(b=1, s=512, h=16, causal=True, **widths)
+    inputs = make_inputs(problem, seed=2, dist="flashmla")
+    want = prefill_reference(*inputs, scale=problem.scale, causal=True)
+    found = compare(WORKLOAD, _tiled(inputs, problem.scale, mistake), want, bounds("flashmla"))
+    if mistake:
+        assert not found.ok and found.reason.startswith("out")
+    else:
+        assert found.ok, found.reason
+        assert found.outputs["out"].row_cos < 0.8 * bounds("flashmla")["out"].of_row(problem.d)
 
 
 def test_binding() -> None:

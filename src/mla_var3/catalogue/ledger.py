@@ -1,4 +1,5 @@
-"""Which code the versions of this checkout compile to: results/code.json, a line a version, problem class and knobs.
+"""Which code the versions of this checkout compile to: results/code.json, a line a version, problem class, knobs and
+functions.
 
 A record says which code it timed (`mla_var3.toolchain.digest`). Whether that is the code that is here takes compiling,
 so it is compiled once for each source and written down with the hash of that source; from then on comparing costs
@@ -25,7 +26,7 @@ SAME = "same code"
 OTHER = "other code"
 UNKNOWN = "code not recorded"
 GONE = "code gone"
-STALE = "not compiled since its source changed"
+NO_LINE = "not in results/code.json"
 LIBRARY = "a library"
 
 
@@ -33,15 +34,18 @@ LIBRARY = "a library"
 class Line:
     """What one version compiles to, for one problem class and some knobs.
 
-    knobs: fields of the tiling that change the code. stages: names of the kernels that a call launches, in order; of
-    one version there may be two lines that differ in them, since it may launch more kernels where requests are split.
-    source: what `source_of` gave when the line was written. digest: of the code. problem: label of the one problem that
-    the line is about. It is empty in CuTe, where the host function that chooses a launch by the sizes is part of the
-    code, so that the line is about every problem of the class. toolchain: versions of the packages that compiled it."""
+    knobs: fields of the tiling that change the code. functions: names of what a call has compiled
+    (`BaseKernel.functions`): of one version there may be several lines that differ in them, as one that combines where
+    requests are split has another function, and one that holds a row in registers has a function for each length.
+    stages: names of the kernels that a call launches, in order. source: what `source_of` gave when the line was
+    written. digest: of the code. problem: label of the one problem that the line is about. It is empty in CuTe, where
+    the host function that chooses a launch by the sizes is part of the code, so that the line is about every problem of
+    the class. toolchain: versions of the packages that compiled it."""
 
     kernel: str
     problem_class: str
     knobs: Mapping[str, Any]
+    functions: Sequence[str]
     stages: Sequence[str]
     arch: str
     source: str
@@ -91,5 +95,5 @@ def standing(label: str, problem: Problem, digest: str, file: Path | None = None
     found = (line for line in lines(file) if (line.kernel, line.problem_class, line.source) == of_class)
     current = [line.digest for line in found if line.problem in own]
     if not current:
-        return STALE
+        return NO_LINE
     return SAME if digest in current else OTHER

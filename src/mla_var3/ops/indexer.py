@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from mla_var3.errors import UserError
 from mla_var3.ops.request import LEAST, MOST, dtype_name, integers, judge, named_as, plain_strides, rows_of
 from mla_var3.ops.tracing import traceable
-from mla_var3.ops.ways import serve
+from mla_var3.ops.ways import compute, engine_of, serve, way_for
 from mla_var3.workload.index_append import ROPE, IndexAppendProblem, views
 from mla_var3.workload.indexer_logits import PAGE, TOKEN_BYTES, D, IndexerLogitsProblem, new_logits
 from mla_var3.workload.indexer_topk import IndexerTopkProblem
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 
 #: Most bytes of logits of a part of `indexer_topk`, unless one request has more.
 WORKSPACE = 256 << 20
+#: Columns of a page table for each token that is chosen, up to which `indexer_topk` leaves out logits of query tokens
+#: that choose all of theirs (`beyond` of mqa_logits_v4). What is known without the device is how long rows can be, not
+#: how long they are. On an H200 128 requests of up to twice as many tokens as are chosen take 0.85 of the time, and
+#: requests that are all longer 1.00 to 1.01; of these one in 64 that is not pays for it (devlogs/indexer_topk). The
+#: longer rows can be, the less of all tokens is in such as choose all of theirs.
+LEFT_OUT = 2
 
 
 @traceable
@@ -106,9 +112,7 @@ def topk_indices(
     if logits.dtype not in names:
         raise UserError(f"logits are {logits.dtype}: pass torch.float32 or torch.bfloat16.")
     n, t = logits.shape
-    given: Any = k
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise UserError(f"k is {k!r}: pass how many are to be chosen, a whole number of at least 1.")
+    _require_count(k)
     if not t:
         return logits.new_full((n, k), -1, dtype=torch.int32)
     rows = rows_of(logits)
@@ -162,6 +166,7 @@ def indexer_topk(
     import torch
 
     problem, inputs = _judged(q, keys, weights, ends, starts, scales, page_table, None)
+    _require_count(k)
     if kernel is not None:
         of = _both(*(getattr(problem, name) for name in ("b", "s", "t", "heads", "table")), k)
         out = torch.empty((problem.rows if len(q) else 0, k), dtype=torch.int32, device=q.device)
@@ -169,6 +174,8 @@ def indexer_topk(
         return out
     each = problem.s if problem.table else 1  # rows of logits of an entry of q
     step = max(1, WORKSPACE // (4 * problem.columns * each))
+    knobs = (("beyond", k),) if problem.table and problem.columns <= LEFT_OUT * k else ()
+    served = engine_of(on, inputs[0], "q", "indexer_topk")
     found = []
     for first in range(0, max(len(q), 1), step):
         last = min(first + step, len(q))
@@ -185,7 +192,10 @@ def indexer_topk(
             of_part = (codes[part], cached, of_keys, factors[rows], low[part], high[part])
             ranges = {"starts": low[part]}
         logits = new_logits(some, codes, (last - first) * each, problem.columns)
-        serve("indexer_topk", some, of_part, (logits,), None, on)
+        if len(logits):
+            way = way_for(some, served.hardware(q.device), knobs=knobs)  # heads that none takes are told of, always
+            if problem.columns > k:
+                compute(served, way, some, of_part, (logits,))
         found.append(topk_indices(logits, high[part], k, on=on, **ranges))
     return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -298,6 +308,11 @@ def _aligned(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_contiguous() and not tensor.data_ptr() % 16:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _require_count(k: Any) -> None:
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise UserError(f"k is {k!r}: pass how many are to be chosen, a whole number of at least 1.")
 
 
 def _of_requests(ends: Any, b: int, s: int) -> Any:

@@ -7,6 +7,7 @@ A version is picked by `mla_var3.dispatch`, named by the caller, or chosen for s
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
@@ -116,10 +117,15 @@ def engine_of(on: Engine | None, tensor: torch.Tensor, name: str, function: str)
 
 @functools.lru_cache(maxsize=4096)
 def way_for(
-    problem: Problem, device: Device | None, *, fixed_split: int | None = None, kernel: str | None = None
+    problem: Problem,
+    device: Device | None,
+    *,
+    fixed_split: int | None = None,
+    kernel: str | None = None,
+    knobs: tuple[tuple[str, Any], ...] = (),
 ) -> Way:
     """How a problem is computed on a device: the dispatcher's pick, a named version, or for a problem of decode, sparse
-    decode among it, one with splits of a fixed length."""
+    decode among it, one with splits of a fixed length. knobs: of the pick, those that its version has."""
     if device is None:
         raise UserError("there is no GPU here that a version is written for.")
     if fixed_split is not None:
@@ -131,6 +137,8 @@ def way_for(
         choice = _named(kernel)
     else:
         choice = _pick(problem, device)
+        own = choice.plan(problem, device).tiling.to_record() if knobs else {}
+        choice = replace(choice, tiling=(*choice.tiling, *(knob for knob in knobs if knob[0] in own)))
     return Way((choice.kernel, choice.tiling), choice.plan)
 
 

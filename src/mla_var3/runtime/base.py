@@ -149,6 +149,16 @@ class BaseKernel(ABC):
         """Whether the compiler chooses the matrix instructions, so that a tile's shape may miss the fast ones."""
         return any(stage.compiler_picks_products for stage in getattr(self, "stages", ()))
 
+    @property
+    def functions(self) -> tuple[str, ...]:
+        """Names that what a call runs is compiled and kept under, in order. With the problem's class and the tiling's
+        `code_knobs` they say which code it is: a version whose code follows from more, as from the length of a row, has
+        that in the name (`mla_var3.toolchain.aot.compiled_host`)."""
+        stages = getattr(self, "stages", None)
+        if stages is None:
+            return () if self.comes_compiled else (self.name,)
+        return tuple(name for stage in stages for name in stage.functions)
+
     def code(self, device: Device) -> Code | None:
         """What a call runs, of a library that comes compiled; of others `compile` says it."""
         return None

@@ -169,6 +169,10 @@ def check_bound(name: str, tensor: Any, shape: tuple[int, ...], dtype: str) -> N
 
 
 # ---------------------------------------------------------------- judging
+#: Columns of a row from which on `Bound.row_cos` holds as it stands.
+FULL_ROW = 128
+
+
 @dataclass(frozen=True)
 class Output:
     """One output. axes: names of its dimensions. dtype: float32, or None for the problem's own. rows: whether the last
@@ -192,6 +196,7 @@ class Bound:
 
     cos: cosine difference, 1 - cos, of the whole output. row_cos: of its worst row. Infinite where it is not judged.
     ulps: what rounding to the output's dtype may add to either error, in epsilons of the dtype times the reference.
+    row_mean: cosine difference of a row in the mean, where row_cos is wider for rows of few columns; 0 where it is not.
     """
 
     abs: float
@@ -199,6 +204,13 @@ class Bound:
     cos: float = math.inf
     row_cos: float = math.inf
     ulps: float = 0.0
+    row_mean: float = 0.0
+
+    def of_row(self, columns: int) -> float:
+        """`row_cos` of a row of so many columns, as the docstring of `mla_var3.workload.decode` derives it."""
+        if not self.row_mean or columns >= FULL_ROW:
+            return self.row_cos
+        return float(self.row_mean * (self.row_cos / self.row_mean) ** math.sqrt(FULL_ROW / columns))
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,34 @@ On N(0, 1) inputs (`NORMAL`) they follow from two facts. With u = 2^-8, bf16's u
     lse: a logit is a sum of products q·k, its float32 error scales with |q||k|: 1e-6 at spreads of 0.1, 1e-4 at 1.
          Relative: 8.01/65536.
 
+Rows of few columns
+-------------------
+The worst row's bound is for latents of 512 columns. Where values have fewer, as in prefill, errors average over fewer
+roundings, and rows lie farther around the same mean. On FlashMLA's inputs, with D columns and many keys:
+
+    mean: P's error is a sum of values with random weights, so that its columns are as good as independent of those of
+         out. Its rms is u/√12 / 0.96 of out's, which is 0.69e-6 of cosine difference. An element of out is off by up to
+         half a unit in its last place; over N(0, σ²) the square of that unit is 0.54 (2u)² σ² in the mean, so its
+         rounding has a square of 0.54 (2u)²/12 σ² = 0.18 u² σ², which is 1.38e-6. Together μ = 2.07e-6 (`ROW_MEAN`).
+    spread: both errors are sums of D squares over |out|², a third sum of D squares. P's share, a third of μ, is a ratio
+         of two independent chi-squares of D degrees, with a relative variance of 4/D. Out's share has 3.2/D: 5.2/D of
+         its own sum, since units in the last place differ, and 2/D of |out|², less 4/D because elements that are large
+         have large units. The product of the two errors adds 4 · 1/3 · 2/3 / D. In all (1/3)² 4/D + (2/3)² 3.2/D +
+         0.9/D = 2.8/D, which is a standard deviation of 21 % at 64 columns and of 15 % at 128.
+    tail: the logarithm of such a ratio is about normal (Fisher's z), so that the row which only a given share of rows
+         exceeds is μ exp(z √(2.8/D)), with one z for all D. 5e-6 at 128 columns is z = 6. The same z is
+         μ (5e-6/μ)^√(128/D) with fewer columns, `Bound.of_row`: 5.7e-6 with 96 and 7.2e-6 with 64.
+
+A saddle-point approximation of the same model without the normal logarithm gives the share of rows above the bound:
+1.3e-11 with 128 columns, 7e-12 with 96, 4e-12 with 64. So how many rows there are needs no term of its own: a hundred
+million exceed it once in a thousand checks, and between a million and a hundred million their worst one grows by 16 %
+with 64 columns. Of a million rows of 64 columns the worst is expected at 5.0e-6; FlashAttention-3 and -4 and this
+project's kernels were at 5.0e-6 to 5.4e-6 in 0.2 to 1.8 million.
+
+From 128 columns on the bound stays 5e-6. So does 1.02e-5, of rows that one key rules, with any columns: its larger part
+is one key's error in P, which is the same in all columns and spreads by nothing, and kernels that take P relative to
+the exact maximum have none of it. Their worst of 200,000 rows of four keys of 64 columns, N(0, 1), is at 6.7e-6.
+
 The dominant inputs have FlashMLA's values with one key ruling each row: FlashMLA's bounds with that (`DOMINATED`).
 A kernel that rounds a third time by its design says so in its plan (`cos_slack`, `ROUNDED_ONCE_MORE`).
 The bounds are the same for fp16, whose rounding is 8 times finer, as in FlashMLA's test.
@@ -875,6 +903,9 @@ FLASHMLA = {
 }
 DOMINATED = {**FLASHMLA, "out": replace(FLASHMLA["out"], row_cos=1.02e-5)}
 NORMAL = {"out": replace(DOMINATED["out"], abs=8e-3), "lse": replace(FLASHMLA["lse"], abs=1e-4)}
+
+#: Cosine difference of a row in the mean on FlashMLA's inputs: `Bound.row_mean` where rows may have few columns.
+ROW_MEAN = 2.07e-6
 
 #: `cos_slack` of plans whose result is rounded to 16 bits once more on its way, beside P and out: a third
 #: u²/12 = 1.3e-6 of cosine difference, and twice that in the bounds, as they have it for the other two.

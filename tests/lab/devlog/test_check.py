@@ -94,7 +94,7 @@ CITED = f"{FAST} burst resources.registers\n"
         (f"{SLOW}\n", f"{SLOW}\n{SLOW}\n", f"records:3: {SLOW} stands twice"),
         (f"{SLOW}\n", f"{SLOW} {FAST}\n", f"records:2: record {SLOW} {FAST} does not exist in results/"),
         (f"{SLOW}\n", f"{SLOW}\n{FAST[:6]}\n", f"records:3: {FAST[:6]} is out of order: sort the lines"),
-        (CITED, CITED.replace(FAST, SLOW), "records:1: no record of this version is listed here: a verdict rests on"),
+        (CITED, CITED.replace(FAST, SLOW), "records:1: no record of this version is listed here, and no trace is"),
         (CITED, CITED.replace(FAST, SLOW), "md:21: 220.2 us differs from its record: burst of bbbb33334444 is 250 us"),
         (CITED, CITED.replace("burst", "sustained"), "md:21: 220.2 us differs from its record: sustained of aaaa1111"),
         (CITED, CITED.replace(FAST, "dddd7777"), "records:6: record dddd7777 does not exist in results/"),
@@ -333,6 +333,18 @@ def test_version_that_was_not_run_needs_no_record(project: Path, entry: Path) ->
     entry.with_suffix(".records").unlink()
     start, end = text.index("It takes"), text.index("\n\n## Bottleneck")
     entry.write_text(text[:start] + "Nothing: it needs another architecture." + text[end:])
+    said = f"devlogs/flash_mla/triton-v1.md:6: the verdict is 'not run here', and record {FAST} has timed it"
+    assert check(project)[0] == [said]
+    file = project / "results" / "h200" / "2026-11-22-decode.jsonl"
+    file.write_text("".join(line for line in file.read_text().splitlines(keepends=True) if FAST not in line))
+    assert check(project) == ([], [])
+
+
+def test_a_verdict_may_rest_on_a_trace(project: Path, entry: Path) -> None:
+    trace = project / "results" / "h200" / "traces" / "a.txt"
+    trace.parent.mkdir()
+    trace.write_text("it took 220.2 us, 168 registers\n")
+    entry.with_suffix(".records").write_text("[Measured]\n> It takes\nresults/h200/traces/a.txt:1 220.2 168\n")
     assert check(project) == ([], [])
 
 

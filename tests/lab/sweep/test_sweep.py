@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,7 +62,7 @@ class ToyPlan(KernelPlan):
         raise NotImplementedError
 
     def plan_empty(self) -> Any:
-        return object()
+        return SimpleNamespace(functions=("toy",))
 
 
 TOYS = tuple(KernelId(language, "mla", "toy", n) for language in ("triton", "cute-dsl") for n in (0, 1))
@@ -154,6 +155,8 @@ def test_every_experiment_composes_and_expands() -> None:
             continue
         sizes[name] = len(sweep_plan.expand_cells(config))
     assert sizes["decode"] == 17 and sizes["sparse_served"] == 30
+    served = sweep_plan.expand_cells(sweep_config.compose(["experiment=sparse_served"]))
+    assert {p.layout for p in served} == {"v32", "v4", "v41"} and {p.h for p in served} >= {6, 8, 12, 16, 32, 64, 128}
     assert set(sizes) >= {"quickstart", "decode", "tensor_parallel", "speculative", "ladder", "compile_matrix"}
     for experiment in ("experiment=unseen", "experiment=unseen_sparse", "experiment=unseen_indexer"):
         drawn, again, others = (

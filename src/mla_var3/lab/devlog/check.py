@@ -182,8 +182,8 @@ def _name(path: Path, root: Path) -> str:
 
 
 def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str, Any]]) -> list[str]:
-    """The version with counts, where its records did not all time the code that is here, as `mla_var3.catalogue.ledger`
-    knows it."""
+    """The version with counts, where its records that timed code did not all time that which is here, as
+    `mla_var3.catalogue.ledger` knows it."""
     found: Counter[str] = Counter()
     named: dict[str, Record] = {}
     for name in ids:
@@ -191,7 +191,7 @@ def _standing(ids: Iterable[str], kernel: KernelId, records: dict[str, dict[str,
             of_name = find_record(records, name)
             named[str(of_name["id"])] = of_name
     for record in named.values():
-        if not is_of(record, kernel):
+        if not is_of(record, kernel) or not record.get("time_us"):
             continue
         digest = (record.get("code") or {}).get("digest", "")
         found[ledger.standing(kernel.label, problem_from_record(record["problem"]), digest)] += 1

@@ -33,7 +33,9 @@ EXPERIMENT = "Experiment: "
 FREE = ("Hypothesis", "Measured")
 #: What a hypothesis says that was not written down before the measurement.
 UNPREDICTED = "No figure was predicted"
-VERDICTS = ("kept", "rejected", "superseded", "not run here")
+#: Of what no GPU has timed, neither in a record nor in a trace.
+NOT_RUN = "not run here"
+VERDICTS = ("kept", "rejected", "superseded", NOT_RUN)
 FIELDS = ("design", "language", "version", "date", "verdict", "devices")
 #: skips: owed where `devlog.skips` says so. code: the commit that holds a version whose file is no longer here.
 OPTIONAL = ("skips", "code")
@@ -272,8 +274,17 @@ def _records(entry: Entry, records: Mapping[str, Record]) -> Iterator[Finding]:
         devices = entry.fields.get("devices")
         if isinstance(devices, list) and record["device"] not in devices:
             yield Finding(_line_of(entry, "devices"), f"devices lacks {record['device']}, the one of record {name}")
-    if not own and entry.verdict != "not run here":
-        yield Finding(1, "no record of this version is listed here: a verdict rests on at least one", beside)
+    if entry.verdict != NOT_RUN:
+        if not own and not entry.evidence.files:
+            what = "no record of this version is listed here, and no trace is cited: a verdict rests on at least one"
+            yield Finding(1, what, beside)
+    elif timed := next((name for name, record in records.items() if _timed(record, entry.kernel)), None):
+        yield Finding(_line_of(entry, "verdict"), f"the verdict is {NOT_RUN!r}, and record {timed} has timed it")
+
+
+def _timed(record: Record, kernel: tuple[str, str, int]) -> bool:
+    of = record["kernel"]
+    return bool(record.get("time_us")) and (of["design"], of["language"], of["version"]) == kernel
 
 
 def _sections(entry: Entry, source: str | None) -> Iterator[Finding]:

@@ -84,6 +84,12 @@ class Evidence:
         return list(dict.fromkeys(found))
 
     @property
+    def files(self) -> list[str]:
+        """Files of the repository, as traces are, that blocks cite lines of, each as `FILE:LINE`."""
+        found = (cited.source for part in self.parts for block in part.blocks for cited in block.cited)
+        return [source for source in found if "/" in source]
+
+    @property
     def ids(self) -> list[str]:
         """Ids of every record that the file names, the listed ones first."""
         return list(dict.fromkeys([*(name for _, name in self.listed), *self.cited_ids]))

@@ -83,17 +83,17 @@ def compile_here(jobs: Sequence[StoredJob], workers: int | None = None) -> list[
 
 
 def _sharing(point: Point) -> Any:
-    """What makes two points the same code: a split decided from b and t is part of the launch, or of the pipeline."""
-    return (point.kernel, point.problem.problem_class(), point.tiling, point.device.key, _shape(point))
+    """What makes two points the same code: with and without a combine it is another, and with rows of another length
+    may be; sizes that are arguments of the launch change none."""
+    return (point.kernel, point.problem.problem_class(), point.tiling, point.device.key, _functions(point))
 
 
-def _shape(point: Point) -> Any:
-    """Names of a pipeline's stages: with and without a combine are different code."""
+def _functions(point: Point) -> Any:
     try:
         kernel = registry.get_plan(point.kernel)(point.problem, point.tiling, point.device).plan_empty()
     except Exception:
         return point.problem
-    return tuple(stage.name for stage in getattr(kernel, "stages", ()))
+    return kernel.functions
 
 
 def _job(group: Sequence[Point], path: Path, forms: Sequence[dict[str, Any]], no_loop_spills: bool) -> StoredJob:

@@ -494,7 +494,8 @@ def find_candidates(
     bin_, before, inside = find_bin(memory, Int32(geometry.own_k), thread, geometry)
     # Where there are fewer than are wanted, all that have a part.
     edge = edge_of(Int32(cutlass.select_(bin_ < 0, Int32(BINS), bin_ + 1)))
-    bad = ~(scale > 0.0) | ((bin_ >= 0) & (before + inside > geometry.share))
+    # Where floor and top are equal there are no bins: no logit has a part.
+    bad = ~((scale > 0.0) & (scale < math.inf)) | ((bin_ >= 0) & (before + inside > geometry.share))
     edge = cutlass.select_(bad, Float32(math.nan), edge)
     own = count_from(held, scale, offset, edge)
     upto = upto_lane(own)

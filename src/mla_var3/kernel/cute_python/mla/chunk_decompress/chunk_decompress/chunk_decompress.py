@@ -42,14 +42,15 @@ class ChunkDecompressPlan(KernelPlan):
     workload = chunked_prefill.WORKLOAD
     tiling_type = DecompressTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
-    parts = ("cute-dsl/flash_attention", "cute-dsl/flash_attention_v1")
+    parts = ("cute-dsl/flash_attention", "cute-dsl/flash_attention_v1", "cute-dsl/flash_attention_v18")
 
     def default_tiling(self) -> DecompressTiling:
         return default_tiling(self.problem)
 
     def autotune_configs(self) -> list[Tiling]:
         first = DecompressTiling(causal="cute-dsl/flash_attention")
-        return [x for x in (self.tiling, first) if x.validate(self.problem, self.device)]
+        prompts = DecompressTiling(*2 * ("cute-dsl/flash_attention_v18",))  # what `mla_prefill` picks for long prompts
+        return [x for x in (self.tiling, first, prompts) if x.validate(self.problem, self.device)]
 
     def plan(self, *inputs: Any) -> ChunkKernel:
         self.require()

@@ -4,6 +4,7 @@
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --seconds 180
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --dense --kernel cute-dsl/flash_mla_mma_v1
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --part 2/4
+    MLA_VAR3_BUNDLES=bundle scripts/flash_mla_suite.py /path/to/FlashMLA/tests --dense --apart
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --count h200      # needs no GPU
 
 The folder is that of a checkout: of revision 9241ae3, whose test has 4,748 cases, or of a later one with the layouts of
@@ -14,8 +15,9 @@ version that computes all cases; without it the one that is picked does.
 
 Cases of one class of code are run one after another in one process, since compiling it takes longer than running them,
 classes with many cases first. Results go to the file of --done, a line a case; cases that it has are left out, so that
-the next run goes on where this one ended. --part N/M leaves all classes but every M-th to other runs. Prints how many
-cases were right, wrong or refused, and what the wrong ones were. Exit code: 0 where none was wrong.
+the next run goes on where this one ended. --part N/M leaves all classes but every M-th to other runs. --apart deals out
+single cases, those that take longest first, for runs in which a bundle has all code. Prints how many cases were right,
+wrong or refused, and what the wrong ones were. Exit code: 0 where none was wrong.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ COMPUTE = ("mla_decode", "packed_mla_decode", "sparse_mla_decode")
 LAYOUTS = {"V41_FP8Sparse": "v41", "V41_FP4Sparse": "v41_fp4"}
 RIGHT, WRONG, REFUSED, NO_ROOM = "right", "wrong", "refused", "no room"
 LAST_OF = 25.0  # seconds before the end, from which on no class is begun, which has to be compiled first
+LAST_APART = 3.0  # the same of a case whose code is there
 SHARE = 0.8  # of the GPU's memory, for tensors of cases that run at a time
 
 
@@ -235,6 +238,7 @@ class Run:
     memory: int
     dense: bool = False
     kernel: str = ""
+    last: float = LAST_OF
     found: list[tuple[int, str, str]] = field(default_factory=list)
     workers: list[Worker] = field(default_factory=list)
     waiting: list[tuple[Worker, int]] = field(default_factory=list)
@@ -266,11 +270,11 @@ class Run:
             self.waiting = [each for each in self.waiting if each[0] is not worker]
             if worker.numbers:  # what it had left is another's
                 self.classes.append(worker.numbers)
-            if self.classes and self.end - time.monotonic() > LAST_OF:
+            if self.classes and self.end - time.monotonic() > self.last:
                 self.start()
             return
         if kind == "class":
-            worker.numbers = self.classes.pop() if self.classes and self.end - time.monotonic() > LAST_OF else []
+            worker.numbers = self.classes.pop() if self.classes and self.end - time.monotonic() > self.last else []
             worker.pipe.send(list(worker.numbers) or None)
         elif kind == "room":
             self.waiting.append((worker, rest[0]))
@@ -298,9 +302,19 @@ class Run:
 
 # ------------------------------------------------------------------------------------------------ command
 def classes_of(
-    cases: list[Any], device: Device | None, part: tuple[int, int], done: set[int], kernel: str = ""
+    cases: list[Any],
+    device: Device | None,
+    part: tuple[int, int],
+    done: set[int],
+    kernel: str = "",
+    apart: bool = False,
 ) -> list[list[int]]:
-    """Numbers of cases, a list a class, those with most cases first."""
+    """Numbers of cases, a list a class, those with most cases first. apart: a list a case, those that take longest
+    first."""
+    if apart:
+        problems = [problem_of(case) for case in cases]
+        longest = sorted(range(len(cases)), key=lambda i: problems[i].b * problems[i].t * problems[i].h, reverse=True)
+        return [[number] for number in longest[part[0] - 1 :: part[1]] if number not in done]
     found: dict[str, list[int]] = {}
     for number, case in enumerate(cases):
         found.setdefault(class_of(problem_of(case), device, kernel), []).append(number)
@@ -330,6 +344,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dense", action="store_true", help="the test of dense decode")
     parser.add_argument("--kernel", default="", metavar="LABEL", help="the version that computes all cases")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="N/M: every M-th class, from the N-th on (1/1)")
+    parser.add_argument("--apart", action="store_true", help="deal out single cases: a bundle has all code")
     parser.add_argument("--seconds", type=float, default=600.0, help="time that the run takes at most (600)")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="at a time")
     parser.add_argument("--memory", type=float, help="GB for what runs at a time (0.8 of what is free)")
@@ -343,7 +358,7 @@ def main(argv: list[str]) -> int:
     if device is None:
         parser.error("there is no GPU here: give --count DEVICE to count cases.")
     suite, before = Suite.of(asked.tests, asked.dense), already(asked.done)
-    classes = classes_of(suite.cases, device, asked.part, set(before), asked.kernel)
+    classes = classes_of(suite.cases, device, asked.part, set(before), asked.kernel, asked.apart)
     asked_for = sum(map(len, classes))
     print(f"{len(suite.cases)} cases, {len(before)} done; {asked_for} in {len(classes)} classes now", flush=True)
     if asked.count:
@@ -351,7 +366,8 @@ def main(argv: list[str]) -> int:
     import torch
 
     memory = round(1e9 * asked.memory if asked.memory else SHARE * torch.cuda.mem_get_info()[0])
-    run = Run(asked.tests, asked.done, classes[::-1], end, memory, asked.dense, asked.kernel)
+    last = LAST_APART if asked.apart else LAST_OF
+    run = Run(asked.tests, asked.done, classes[::-1], end, memory, asked.dense, asked.kernel, last)
     run.all(asked.processes)
     verdicts = {**before, **{number: (verdict, why) for number, verdict, why in run.found}}
     counts = Counter(verdict for verdict, _ in verdicts.values())

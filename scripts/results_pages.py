@@ -230,8 +230,8 @@ METHOD = (
 #: Behind METHOD where a table has such columns.
 SHARED = (
     "Some libraries run a small kernel first that makes a schedule of the call's splits, and the 61 layers of a "
-    "model's step can share that schedule. The columns `speedup` count one 61st of that kernel's time, as one layer's share, "
-    "and the columns `scheduled in every call` count all of it, as a call that makes its own schedule takes."
+    "model's step can share that schedule. The columns `speedup` count one 61st of that kernel's time, as one layer's "
+    "share, and the columns `scheduled in every call` count all of it, as a call that makes its own schedule takes."
 )
 #: What a library's records are named after: `peer/` and one of these words.
 LIBRARIES = {

@@ -101,6 +101,10 @@ def test_a_run_goes_on_where_the_one_before_ended(suite: Any, tmp_path: Path) ->
     classes = suite.classes_of(made.cases, device, (1, 1), set(before))
     assert classes == [[1, 2, 3, 4, 5], [6, 7]]
     assert [suite.classes_of(made.cases, device, (n, 2), set()) for n in (1, 2)] == [[[*range(6)]], [[6, 7]]]
+    assert suite.classes_of(made.cases, device, (2, 3), {4}, apart=True) == [[1], [7]]
+    made.cases[5].s_kv = 4096
+    assert suite.classes_of(made.cases, device, (1, 3), set(), apart=True) == [[5], [2], [6]]
+    made.cases[5].s_kv = 512
     done.write_text("")
     # No two cases at a time have room, and one that has too little gets it alone.
     run = suite.Run(tmp_path, done, classes[::-1], time.monotonic() + 120, 1)

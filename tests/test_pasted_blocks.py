@@ -154,17 +154,30 @@ def added(ran: list[Ran], shell: Shell, checked: int) -> None:
     assert entry.with_suffix(".records").read_text().strip(), "the entry starts from what bench measured"
 
 
+#: The README's version, and one that compiles in a fifth of the time, of which four of its commands compile.
+FASTER = {"mla/flash_mla/": "norm/rmsnorm/", "flash_mla_v24": "rmsnorm", "flash_mla_v25": "rmsnorm_v1"}
+
+
 def test_the_readmes_version_without_a_gpu(shell: Shell) -> None:
+    """Its copy is made as it is written there, and the whole way is gone with a version that compiles faster."""
     assert ADD in README
     shell = in_checkout(shell)
     for file in (shell.copy / "results").glob("*/*.jsonl"):
         file.unlink()  # three of the commands read all records, which takes seconds each time
-    ran = shell.paste(README[ADD])
+    activate, clone, edit, *_ = README[ADD].splitlines()
+    _, made = shell.paste(f"{activate}\n{clone}\n")
+    assert made.status == 0 and "made cute-dsl/flash_mla_v25\n" in made.output
+    assert (shell.copy / edit.split()[-1]).is_file()
+    block = README[ADD]
+    for of_readme, faster in FASTER.items():
+        assert of_readme in block
+        block = block.replace(of_readme, faster)
+    ran = shell.paste(block)
     added(ran, shell, checked=3)
     check = said(ran, "mla-var3 check")
-    assert re.search(r"^cute-dsl/flash_mla_v\d+ b1_s1_h16_t4096: compiled for h200, not checked", check.output, re.M)
+    assert re.search(r"^cute-dsl/rmsnorm_v\d+ r\d+_w7168: compiled for h200, not checked", check.output, re.M)
     assert "passed" not in check.output
-    assert "123" in next((shell.copy / "devlogs" / "flash_mla").glob("cute-dsl-v25.md")).read_text()
+    assert "123" in next((shell.copy / "devlogs" / "rmsnorm").glob("cute-dsl-v1.md")).read_text()
 
 
 @pytest.mark.gpu

@@ -141,10 +141,14 @@ class Device:
 
     @staticmethod
     def get(key: str) -> Device:
-        """The device of `devices.json` with that key; an unknown key is a `UserError` that names the nearest."""
+        """The device of `devices.json` with that key; an unknown key is a `UserError` that names the nearest, and what
+        to name in the place of a GPU that has no entry."""
         devices = _devices()
         if key not in devices:
-            raise UserError(f"There is no device {key!r}: {nearest(key, devices)}.")
+            raise UserError(
+                f"There is no device {key!r}: {nearest(key, devices)}. For a GPU that is not among them name one of "
+                "its architecture, as a40 for an RTX 3090 (sm_86) and rtx4090 for an L4 (sm_89)."
+            )
         return devices[key]
 
     @staticmethod

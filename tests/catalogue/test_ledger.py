@@ -114,6 +114,11 @@ NAN_KEPT = "2026-11-27T14:00"
 BEFORE_NAN = {"cute-dsl/flash_mla", "cute-dsl/flash_mla_v23", "cute-dsl/flash_mla_v24"}
 
 
+def forgotten() -> None:
+    ledger.lines.cache_clear()
+    ledger._of_class.cache_clear()
+
+
 def test_what_a_digest_says(tmp_path: Path) -> None:
     problem = MlaProblem(b=3, t=700)
     label, file = ALL[0].label, tmp_path / "code.json"
@@ -121,7 +126,7 @@ def test_what_a_digest_says(tmp_path: Path) -> None:
 
     def says(digest: str, *written: Line, kernel: str = label, of: MlaProblem = problem) -> str:
         file.write_text(ledger.to_json(written))
-        ledger.lines.cache_clear()
+        forgotten()
         return ledger.standing(kernel, of, digest, file)
 
     assert says("aa", line) == SAME
@@ -135,7 +140,7 @@ def test_what_a_digest_says(tmp_path: Path) -> None:
     assert says("aa", alone, of=problem.replace(b=4)) == NO_LINE
     assert says("aa", line, kernel="cute-dsl/flash_mla_v8") == GONE
     assert says("aa", line, kernel="peer/flash_mla_lib") == LIBRARY
-    ledger.lines.cache_clear()
+    forgotten()
 
 
 #: Device -> experiments whose records of versions 23 and 24 timed one code each, that of today or of `BEFORE_NAN`.

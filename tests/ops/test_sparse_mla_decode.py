@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from mla_var3.catalogue import registry  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.ops import flash_mla as api  # noqa: E402
-from mla_var3.ops import packed_mla_decode, sparse_mla_decode, ways  # noqa: E402
+from mla_var3.ops import packed_mla_decode, sparse, sparse_mla_decode, ways  # noqa: E402
+from mla_var3.packed_cache import layout_of, new_cache  # noqa: E402
 from mla_var3.workload.sparse_decode import SparseProblem, input_names, make_inputs, reference  # noqa: E402
 from running import in_tritons_interpreter  # noqa: E402
 
@@ -224,6 +225,46 @@ def test_a_query_whose_rows_are_not_16_bytes_apart_is_copied() -> None:
     wide[..., :576] = given["q"]
     sparse_mla_decode(**{**given, "q": wide[..., :576]}, kernel=SPARSE, on=engine)
     assert torch.equal(engine.given["q"], given["q"]) and engine.given["q"].is_contiguous()
+
+
+@pytest.mark.parametrize("name", ["v32_lengths", "v4", "flat", "bf16", "v41_fp4", "v41_planar"])
+def test_many_query_tokens_are_requests_of_their_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PROBLEMS[name].replace(s=9)
+    asked: list[tuple[int, int]] = []
+
+    def on_torch(function: str, problem: Any, inputs: Any, outputs: Any, _: Any, on: Any, **more: Any) -> None:
+        asked.append((problem.b, problem.s))
+        ways.serve(function, problem, inputs, outputs, SPARSE, on, **more)
+
+    monkeypatch.setattr(sparse, "_fits", lambda problem, *_: problem.s == 1)
+    monkeypatch.setattr(sparse, "serve", on_torch)
+    given = call_of(problem)
+    call = functools.partial(sparse_mla_decode, layout=problem.layout, scale=0.3, return_lse=True, on=CpuEngine())
+    if problem.extra_layout:
+        given["extra_layout"] = problem.extra_layout
+    assert same(call(**given), wanted_of(problem)) and asked == [(27, 1)]
+    # Where requests and tokens are no one dimension: q is copied, out and lse are written with their strides.
+    given["q"] = given["q"].transpose(0, 1).contiguous().transpose(0, 1)
+    out = torch.zeros(9, 3, 5, 640, dtype=torch.bfloat16).transpose(0, 1)[..., :512]
+    lse = torch.zeros(3, 9, 7).transpose(1, 2)[:, :5]
+    found = call(**given, out=out, lse=lse)
+    assert found[0].data_ptr() == out.data_ptr() and found[1].data_ptr() == lse.data_ptr()
+    assert same(found, wanted_of(problem)) and not out.as_strided((9, 3, 5, 640), (9600, 3200, 640, 1))[..., 512:].any()
+
+
+def test_a_version_says_how_many_query_tokens_it_takes_together() -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    for layout, columns in (("v32", 576), ("v41", 512), ("flat_no_rope", 512)):
+        cache = new_cache(layout_of(layout), 8, 64, "cpu")
+        given = {"layout": layout, "scale": 0.1} | ({"cache_scale": torch.ones(1)} if "flat" in layout else {})
+        for s, together in ((8, True), (100, True), (200, False)):
+            for fixed_split in (None, 128):
+                engine, q = Spy(), torch.zeros(2, s, 16, columns, dtype=torch.bfloat16)
+                indices = torch.zeros(2, s, 256, dtype=torch.int32)
+                sparse_mla_decode(q, cache, indices, **given, fixed_split=fixed_split, on=engine)
+                assert engine.way.key[0].label == "cute-dsl/sparse_mla_v2"
+                assert (engine.problem.b, engine.problem.s) == ((2, s) if together else (2 * s, 1))
+                assert engine.given["q"].data_ptr() == q.data_ptr()
 
 
 @pytest.mark.parametrize("long", [False, True])

@@ -75,6 +75,15 @@ def lines(file: Path | None = None) -> tuple[Line, ...]:
         raise UserError(f"{target} is damaged ({error}): run scripts/record_code.py.") from error
 
 
+@lru_cache(maxsize=4)
+def _of_class(file: Path | None = None) -> dict[tuple[str, str], list[Line]]:
+    """The lines of each version and problem class."""
+    found: dict[tuple[str, str], list[Line]] = {}
+    for line in lines(file):
+        found.setdefault((line.kernel, line.problem_class), []).append(line)
+    return found
+
+
 @lru_cache(maxsize=64)
 def source_of(label: str) -> str:
     """Hash of the source that a version's code comes from; empty where it is not here."""
@@ -91,9 +100,8 @@ def standing(label: str, problem: Problem, digest: str, file: Path | None = None
         return UNKNOWN
     if kernel.language == "peer":
         return LIBRARY
-    of_class, own = (label, problem.problem_class().key(), source_of(label)), ("", problem.label)
-    found = (line for line in lines(file) if (line.kernel, line.problem_class, line.source) == of_class)
-    current = [line.digest for line in found if line.problem in own]
+    found, source = _of_class(file).get((label, problem.problem_class().key()), ()), source_of(label)
+    current = [line.digest for line in found if line.source == source and line.problem in ("", problem.label)]
     if not current:
         return NO_LINE
     return SAME if digest in current else OTHER

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import heapq
 import math
 import operator
 import statistics
@@ -65,11 +66,10 @@ def _place(problem: Problem) -> tuple[tuple[float, ...], tuple[Any, ...]]:
     return tuple(math.log2(max(value, 1)) for value in numbers), tuple(kinds)
 
 
-def distance(one: Problem, other: Problem) -> float:
-    """Zero for the same place; an octave of any size counts half, and so does what one has and the other has not.
-    The two are of one workload."""
-    (sizes, kinds), (others, unlike) = _place(one), _place(other)
-    return 0.5 * math.dist(sizes, others) + 0.5 * sum(map(operator.ne, kinds, unlike))
+def _distance(one: tuple[Any, Any], other: tuple[Any, Any]) -> float:
+    """Of two places of one workload: zero for the same; an octave of any size counts half, and so does what one has and
+    the other has not."""
+    return 0.5 * math.dist(one[0], other[0]) + 0.5 * sum(map(operator.ne, one[1], other[1]))
 
 
 # ---------------------------------------------------------------- what was timed
@@ -114,6 +114,7 @@ class Expectations:
         self.at = list({one.problem: one for one in mine}.values())
         self.floor = _floor(self.at)
         self._ratios = {one.record.id: self._ratio(one) for one in self.at}
+        self._places = [_place(one.problem) for one in self.at]
 
     def _ratio(self, one: Timed) -> float:
         """Of a record's times to the limits of its own run, so that one card's rates are no other's."""
@@ -125,9 +126,15 @@ class Expectations:
 
     def of(self, problem: Problem, *, without: Problem | None = None) -> Expected | None:
         """None where nothing was timed. without: a problem that is taken as not timed."""
-        near = sorted(
-            ((distance(problem, one.problem), one.record.id) for one in self.at if one.problem != without),
-        )[:NEIGHBOURS]
+        here = _place(problem)
+        near = heapq.nsmallest(
+            NEIGHBOURS,
+            (
+                (_distance(here, place), one.record.id)
+                for one, place in zip(self.at, self._places, strict=True)
+                if without is None or one.problem != without
+            ),
+        )
         if not near:
             return None
         weights = [1.0 / (far**2 + _SAME) ** 2 for far, _ in near]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from mla_var3.errors import UserError
+from mla_var3.errors import Unsupported, UserError
 from mla_var3.ops.request import (
     LEAST,
     MOST,
@@ -22,7 +22,7 @@ from mla_var3.ops.request import (
     rows_of,
 )
 from mla_var3.ops.tracing import traceable
-from mla_var3.ops.ways import serve
+from mla_var3.ops.ways import engine_of, serve, way_for
 from mla_var3.packed_cache import NO_ROPE, VALUES, beside, layout_of
 from mla_var3.runtime import limits
 from mla_var3.workload.sparse_decode import STRIDED, SparseProblem, input_names
@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
     import torch
 
+    from mla_var3.device import Device
     from mla_var3.ops.engine import Engine
+
+#: Query tokens of a request that versions take together, whatever their heads.
+TOGETHER = 8
+#: Inputs that query tokens, and those that requests have of their own.
+ROWS, COUNTS = ("q", "indices", "extra_indices"), ("lengths", "extra_lengths")
 
 
 @traceable
@@ -90,6 +96,9 @@ def sparse_mla_decode(
     indices and how many of them count are the same. As many count as topk_lens says, and all that a row has room for
     where that is left out, so that with topk_lens rows may be of any width. With an extra cache the indices of both,
     each filled up to a multiple of 64, lie behind each other.
+
+    A request may have thousands of query tokens. More than a version takes together are computed as requests of their
+    own, and lse is copied then.
 
     Never waits for the device and can be captured in a CUDA graph once a call with the same shapes has been made.
     Returns out, or (out, lse). Raises `UserError` in one sentence for what does not fit. To `torch.compile` it is the
@@ -246,12 +255,57 @@ def _computed(
     b, s, h, _ = q.shape
     target = result("out", out, (b, s, h, VALUES), q.dtype, q.device, strided=True)
     sums = result("lse", lse, (b, h, s), torch.float32, q.device, strided=True)
+    if b and s > TOGETHER and not problem.paged and kernel is None:
+        hardware = engine_of(on, q, "q", function).hardware(q.device)
+        if not _fits(problem, hardware, fixed_split):
+            _by_token(function, problem, inputs, (target, sums), fixed_split, on)
+            return target, sums
     apart = [i for i, name in enumerate(names) if name in STRIDED and not inputs[name].is_contiguous()]
     serve(
         function, problem, [inputs[name] for name in names], (target, sums), kernel, on, fixed_split=fixed_split,
         apart=apart, apart_out=not (target.is_contiguous() and sums.is_contiguous()),
     )  # fmt: skip
     return target, sums
+
+
+@functools.lru_cache(maxsize=1024)
+def _fits(problem: SparseProblem, device: Device | None, fixed_split: int | None) -> bool:
+    """Whether the version that is picked for as many requests of one query token takes those of a request together. If
+    none is, whatever is picked for the problem computes it."""
+    try:
+        way = way_for(_apart(problem), device, fixed_split=fixed_split)
+    except Unsupported:
+        return True
+    plan = way.make(problem, device)
+    return bool(plan.supported()) and bool(plan.feasible())
+
+
+def _apart(problem: SparseProblem) -> SparseProblem:
+    """The problem with a request for each query token, all of which attend to the same caches."""
+    tokens = {name: max(1, getattr(problem, name) // problem.s) for name in ("t", "extra_t") if getattr(problem, name)}
+    return problem.replace(b=problem.b * problem.s, s=1, **tokens)
+
+
+def _by_token(
+    function: str,
+    problem: SparseProblem,
+    inputs: Mapping[str, torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor],
+    fixed_split: int | None,
+    on: Engine | None,
+) -> None:
+    """Computes (out, lse) of `_apart`."""
+    (out, lse), (b, s, h, _) = outputs, inputs["q"].shape
+    each = {
+        name: x.flatten(0, 1).unsqueeze(1) if name in ROWS else x.repeat_interleave(s) if name in COUNTS else x
+        for name, x in inputs.items()
+    }
+    of_rows = out.flatten(0, 1).unsqueeze(1)  # a copy where the strides of requests and tokens do not allow a view
+    sums = lse.new_empty((b * s, h, 1))
+    _computed(function, _apart(problem), each, of_rows, sums, fixed_split, None, on)
+    if of_rows.data_ptr() != out.data_ptr():
+        out.copy_(of_rows.view(out.shape))
+    lse.copy_(sums.view(b, s, h).transpose(1, 2))
 
 
 # One object for equal problems: making and judging one takes longer than all else that a call does on the host.

@@ -89,7 +89,7 @@ RULES = (
         "it takes different lengths on every GPU from sm_80 on; the tiles that these GPUs have for such columns were "
         "checked on an H200",
         where=CHECKED_COLUMNS,
-        archs=("sm_80", "sm_86", "sm_89", "sm_100a", "sm_103a", "sm_120a"),
+        archs=("sm_80", "sm_86", "sm_87", "sm_89", "sm_100a", "sm_103a", "sm_120a", "sm_121a"),
     ),
     Rule("cutile-dsl/flash_attention", "the version in cuTile, for what is left"),
 )

@@ -92,9 +92,12 @@ def _picks(key: str) -> tuple[list[str], list[list[int]]]:
         for h in range(1, HEADS + 1):
             picked = {_pick(MlaProblem(b=b, s=s, h=h, t=t, causal=causal), device) for b, t in _ENDS}
             label = picked.pop()
+            if picked:
+                row.append(DEPENDS)
+                continue
             if label and label not in labels:
                 labels.append(label)
-            row.append(DEPENDS if picked else labels.index(label) if label else NOBODY)
+            row.append(labels.index(label) if label else NOBODY)
         rows.append(row)
     return labels, rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -54,8 +55,14 @@ def source_of(label: str) -> Source | None:
         return None
     folder = paths.kernel_dirs()[0] / registry.LANGUAGES[kernel.language].folder
     files = [path for path in registry.source_files(kernel) if path.is_relative_to(folder)]
-    lines = sum(code_lines(path.read_text(encoding="utf-8")) for path in files)
+    lines = sum(_lines_of(path, path.stat().st_mtime_ns) for path in files)
     return Source(lines, registry.source_hash(kernel))
+
+
+@functools.lru_cache(maxsize=512)
+def _lines_of(path: Path, mtime_ns: int) -> int:
+    """Lines of code of a file, which many versions may import. mtime_ns makes an edited file another one."""
+    return code_lines(path.read_text(encoding="utf-8"))
 
 
 def code_lines(text: str) -> int:

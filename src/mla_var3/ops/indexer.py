@@ -209,13 +209,12 @@ def indexer_topk(
 def launched(problem: IndexerTopkProblem, device: Device) -> list[tuple[Problem, Way]]:
     """What `indexer_topk` launches for a problem whose logits are one part, each with how it is computed: the logits'
     kernel, unless no query token can see more than k tokens, and the top-k's."""
-    s, k, table = problem.s, problem.topk, problem.table
-    some = _logits(problem.b, s, problem.t, problem.heads, table, problem.dtype)
-    chosen = _topk(problem.b, s, some.columns, k, True, problem.dtype)
-    if not table:
-        chosen = _topk(problem.rows, 1, some.columns, k, False, problem.dtype)
-    logits = [(some, _scored(some, k, device))] if some.columns > k else []
-    return [*logits, (chosen, way_for(chosen, device))]
+    k, table = problem.topk, problem.table
+    b, s = (problem.b, problem.s) if table else (problem.rows, 1)
+    scores = _logits(problem.b, problem.s, problem.t, problem.heads, table, problem.dtype)
+    choice = _topk(b, s, scores.columns, k, table, problem.dtype)
+    logits = [(scores, _scored(scores, k, device))] if scores.columns > k else []
+    return [*logits, (choice, way_for(choice, device))]
 
 
 def _scored(problem: IndexerLogitsProblem, k: int, device: Device | None) -> Way:

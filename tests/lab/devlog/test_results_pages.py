@@ -162,4 +162,4 @@ def test_cells_are_in_order_and_told_apart(pages_module: Any) -> None:
     )
     twins = [of for of, name in names.items() if name.startswith("v32_b128_s2_h8_top2048")]
     sinks = {names[of]: json.loads(of[1])["sink"] for of in twins}
-    assert sinks == {"v32_b128_s2_h8_top2048": False, "v32_b128_s2_h8_top2048, sink": True}
+    assert sinks == {"v32_b128_s2_h8_top2048": False, "v32_b128_s2_h8_top2048_sink": True}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import json
-import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -14,7 +14,8 @@ from mla_var3.errors import Unsupported
 from mla_var3.lab.devlog import values
 from mla_var3.lab.devlog.citations import cite
 from mla_var3.lab.devlog.values import Record, Unknown
-from mla_var3.names import kernel_label
+from mla_var3.lab.naming import cell_name
+from mla_var3.names import by_number, kernel_label
 from mla_var3.record import Record as Model
 from mla_var3.record import as_ratio, geometric_mean
 from mla_var3.workload import problem_from_record
@@ -52,29 +53,22 @@ def problem_label(record: Record) -> str:
 
 
 def cell_names(records: Iterable[Record]) -> dict[tuple[str, str], str]:
-    """The name of each cell in a table of these records, sorted by name; numbers in names are sorted by size, so that
-    b8 is in front of b16.
+    """The name of each cell in a table of these records, sorted by `names.by_number`, so that b8 is in front of b16.
 
-    A name is the label of the cell's problem. Where two problems of the table have one label, the fields by which they
-    differ stand behind it, those that are true or have a value: `v32_b2_s2_h16_top2048, sink` beside
-    `v32_b2_s2_h16_top2048`, which has no sink.
+    A name is the label of the cell's problem. Where two problems of the table have one label, it is `naming.cell_name`:
+    `v32_b2_s2_h16_top2048_sink` beside `v32_b2_s2_h16_top2048`, which has no sink.
     """
-    alike: dict[str, dict[tuple[str, str], dict[str, Any]]] = {}
-    for record in records:
-        alike.setdefault(problem_label(record), {})[cell(record)] = record["problem"]
-    names = {}
-    for name in sorted(alike, key=_by_numbers):
-        for of, problem in alike[name].items():
-            others = [other for other in alike[name].values() if other is not problem]
-            fields = [f for f, value in problem.items() if value and any(o.get(f) != value for o in others)]
-            said = [f if problem[f] is True else f"{f} {problem[f]}" for f in sorted(fields)]
-            names[of] = ", ".join((name, *said))
-    return names
+    cells = {cell(r): r for r in records}
+    labels = Counter(problem_label(r) for r in cells.values())
+    found = {}
+    for record in sorted(cells.values(), key=_rank):
+        problem = problem_from_record(record["problem"])
+        found[cell(record)] = cell_name(problem) if labels[problem.label] > 1 else problem.label
+    return found
 
 
-def _by_numbers(name: str) -> list[tuple[int, int, str]]:
-    """What sorts `b8` in front of `b16`."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.findall(r"\d+|\D+", name)]
+def _rank(record: Record) -> tuple[Any, ...]:
+    return by_number(problem_label(record)), cell(record)
 
 
 def label(record: Record) -> str:
@@ -122,8 +116,7 @@ def select(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequen
 
     timed = [r for r in records if r["time_us"] and matches(problem_label(r), cells)]
     found = [r for r, _ in _speaking(timed) if matches(label(r), kernels)]
-    order = list(cell_names(found))
-    return sorted(found, key=lambda r: (order.index(cell(r)), _fastest(r)))
+    return sorted(found, key=lambda r: (*_rank(r), _fastest(r)))
 
 
 def _speaking(records: Iterable[Record]) -> list[tuple[Record, Model]]:
@@ -140,15 +133,14 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
     The two may be of different runs, so each time counts as a share of its own run's limit.
     """
     pairs = _with_libraries(records, picks)
-    names = cell_names(ours for ours, _ in pairs)
-    ratio_columns = (*_ACROSS_RUNS, *(_SCHEDULED if any(r.get("with_schedule_us") for _, r in pairs) else ()))
+    ratio_columns = (*_ACROSS_RUNS, *(_SCHEDULED if any(r.get("with_schedule_us") for *_, r in pairs) else ()))
     rows = []
-    for ours, library in pairs:
+    for name, ours, library in pairs:
         own = [TIMES[i] for i in (0, 1, 4, 5)]
         times = [_text(ours, None, c) for c in own]
         ratios = [_text(ours, library, c) for c in ratio_columns]
         shown = [c[2] for c, text in zip(own, times, strict=True) if text]
-        row = [names[cell(ours)], label(ours), *_cited([x or "-" for x in times], cite(ours["id"], shown))]
+        row = [name, label(ours), *_cited([x or "-" for x in times], cite(ours["id"], shown))]
         shown = [c[2] for c, text in zip(ratio_columns, ratios, strict=True) if text]
         against = cite(f"{ours['id']} vs {library['id']}", shown)
         rows.append([*row, label(library), *_cited([x or "-" for x in ratios], against)])
@@ -160,13 +152,12 @@ def against_libraries(records: Iterable[Record], picks: bool = False) -> str:
 def summary(records: Iterable[Record]) -> str:
     """What `against_libraries` comes to: in each state the geometric mean of the speedups and the slowest cell."""
     pairs, said = _with_libraries(records, False), []
-    names = cell_names(ours for ours, _ in pairs)
     for state in values.STATES:
         found = []
-        for ours, library in pairs:
+        for name, ours, library in pairs:
             with contextlib.suppress(Unknown):
                 ratio = values.evaluate(f"{state}.limit_speedup", ours, library).number
-                found.append((ratio, names[cell(ours)]))
+                found.append((ratio, name))
         if found:
             mean, (worst, where) = as_ratio(geometric_mean([ratio for ratio, _ in found]), 4), min(found)
             said.append(f"{mean} in {state} (slowest: {as_ratio(worst)}, {where})")
@@ -175,15 +166,15 @@ def summary(records: Iterable[Record]) -> str:
     return f"Geometric mean of the speedups over {len(pairs)} cells: {'; '.join(said)}."
 
 
-def _with_libraries(records: Iterable[Record], picks: bool) -> list[tuple[Record, Record]]:
-    """(a record of this project, the fastest library's) of each cell that has both, as the cell answers in burst, or in
-    sustained where nothing was timed in burst; in the order of `cell_names`. picks: of versions only what the
-    dispatcher picks."""
+def _with_libraries(records: Iterable[Record], picks: bool) -> list[tuple[str, Record, Record]]:
+    """(name of the cell, a record of this project, the fastest library's) of each cell that has both, as the cell
+    answers in burst, or in sustained where nothing was timed in burst; in the order of `cell_names`. picks: of versions
+    only what the dispatcher picks."""
     blocks: dict[Any, list[tuple[Record, Model]]] = {}
     for record, model in _speaking(r for r in records if r["time_us"]):
         blocks.setdefault(cell(record), []).append((record, model))
-    pairs = []
-    for block in blocks.values():
+    pairs = {}
+    for of_cell, block in blocks.items():
         if picks:
             picked = _picked(block[0][0])
             block = [(r, m) for r, m in block if spoken.is_peer(m) or m.kernel.label == picked]
@@ -191,9 +182,8 @@ def _with_libraries(records: Iterable[Record], picks: bool) -> list[tuple[Record
         answer = next((a for state in values.STATES if (a := spoken.answer(models, state))), None)
         if answer is not None and answer.ours is not None and answer.library is not None:
             of = {id(model): record for record, model in block}
-            pairs.append((of[id(answer.ours)], of[id(answer.library)]))
-    order = list(cell_names(ours for ours, _ in pairs))
-    return sorted(pairs, key=lambda pair: order.index(cell(pair[0])))
+            pairs[of_cell] = of[id(answer.ours)], of[id(answer.library)]
+    return [(name, *pairs[of_cell]) for of_cell, name in cell_names(ours for ours, _ in pairs.values()).items()]
 
 
 def comparison(records: Iterable[Record], cells: Sequence[str] = (), kernels: Sequence[str] = ()) -> str:

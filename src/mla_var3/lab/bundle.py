@@ -38,6 +38,7 @@ from mla_var3.workload.sparse_decode import SparseProblem
 if TYPE_CHECKING:
     import argparse
 
+    from mla_var3.ops.engine import Way
     from mla_var3.runtime.base import BaseKernel
     from mla_var3.runtime.plan import KernelPlan
 
@@ -328,9 +329,8 @@ def served(model: Mapping[str, Any], tp: int = 1, page: int | None = PAGE) -> li
         if (k, p) == (512, 64):
             sizes = {"b": b, "h": h, "t": t, "page": page}
             found += [SparseProblem(**sizes, s=s, layout="flat", paged=True) for s in TOKENS]
-            chosen = CHOSEN.get(model["name"])
-            if chosen is not None:
-                topk, _ = chosen
+            if model["name"] in CHOSEN:
+                topk, _ = CHOSEN[model["name"]]
                 kinds = itertools.product(("v32", "bf16"), (False, True))  # the plug-ins give lengths in large steps
                 found += [SparseProblem(**sizes, topk=topk, layout=x, lengths=given) for x, given in kinds]
     for s, t in itertools.product((128, 1024, 8192), (0, 8192)):
@@ -362,6 +362,13 @@ def _indexer(model: str) -> list[Problem]:
     return [*found, *(IndexAppendProblem(tokens=tokens, interleaved=interleaved) for tokens in (1, 64, 8192))]
 
 
+def _calls(problem: Problem, device: Device) -> list[tuple[Problem, Way]]:
+    """What a function of `mla_var3.ops` launches for a problem, each with how it is computed."""
+    if isinstance(problem, IndexerTopkProblem):
+        return launched(problem, device)
+    return [(problem, way_for(problem, device))]
+
+
 def make_served(
     folder: Path,
     problems: Sequence[Problem],
@@ -374,28 +381,29 @@ def make_served(
     another language computes is refused; where that is Triton's, the server compiles it."""
     device = Device.get(device) if isinstance(device, str) else device
     groups: dict[tuple[str, str, str], BundleJob] = {}
-    refused: dict[tuple[str, str], str] = {}
+    refused: dict[tuple[str, str], list[tuple[str, str]]] = {}  # of a workload, and of what computes it, if anything
     for problem in problems:
         try:
-            calls = (
-                launched(problem, device)
-                if isinstance(problem, IndexerTopkProblem)
-                else [(problem, way_for(problem, device))]
-            )
+            calls = _calls(problem, device)
         except UserError as error:
-            refused[problem.workload, str(error)] = problem.label
+            refused.setdefault((problem.workload, ""), []).append((problem.label, str(error)))
             continue
         for of, way in calls:
             label, plan = way.key[0].label, way.make(of, device)
             if _language(label) != LANGUAGE:
-                refused[of.workload, f"{label} computes it, which is not of {LANGUAGE}"] = of.label
+                why = f"{label} computes it, which is not of {LANGUAGE}"
+                refused.setdefault((of.workload, label), []).append((of.label, why))
                 continue
             key = label, of.problem_class().key(), json.dumps(aot.code_knobs(plan.tiling), sort_keys=True, default=str)
             job = groups.get(key) or BundleJob(label, (), device.key, str(Path(folder) / "objects"))
             point = of.to_record(), plan.tiling.to_record()
             if point not in job.points:
                 groups[key] = replace(job, points=(*job.points, point))
-    said = [(f"{workload} {label}", why) for (workload, why), label in refused.items()]
+    said = []
+    for (workload, _), ((label, why), *others) in refused.items():
+        said.append(
+            (f"{workload} {label}", f"{why} ({len(others)} more of its problems are refused)" if others else why)
+        )
     return _make(Path(folder), list(groups.values()), said, device, workers, progress)
 
 

@@ -335,9 +335,9 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     two = plan_type(TWO)
     for version, sizes in {
         SHORT: ((1, 8192), (8192, 8192), (4096, 32768), (1, 1)),
-        LONG: ((1, 32769), (16, 65536), (8, 131072), (4, 262144), (1, 1 << 19), (2, 1 << 19)),
-        CHUNKS: ((17, 32769), (64, 65536), (9, 70000), (5, 262144), (8, 1 << 19), (1, (1 << 19) + 1), (1, 1 << 20)),
-        TOPK: ((133, 32769), (133, 300_000), (4096, 65536), (1024, 131072)),
+        LONG: ((1, 32769), (64, 65536), (16, 131072), (8, 262144), (1, 1 << 19), (4, 1 << 19)),
+        CHUNKS: ((65, 32769), (132, 65536), (17, 70000), (32, 131072), (9, 262144), (5, 1 << 19), (1, 1 << 20)),
+        TOPK: ((133, 32769), (133, 1 << 18), (4096, 65536), (1024, 131072)),
     }.items():
         for b, t in sizes:
             assert choose(TopkProblem(b=b, t=t), H200).kernel.label == version
@@ -347,6 +347,10 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
             of_queries = IndexerTopkProblem(b=1, s=b, t=t, table=False)
             assert two(of_queries, None, H200).tiling.parts(of_queries)["topk"][0] == version
     assert choose(TopkProblem(b=133, t=65537, dtype="bf16"), H200).kernel.label == TOPK
+    assert choose(TopkProblem(b=256, t=1 << 19), H200).kernel.label == CHUNKS
+    few = IndexerTopkProblem(b=64, t=65536, topk=512)
+    assert choose(TopkProblem(b=64, t=65536, topk=512), H200).kernel.label == CHUNKS
+    assert two(few, None, H200).tiling.parts(few)["topk"][0] == CHUNKS
     picked = {choose(IndexerTopkProblem(b=b, t=t), H200).kernel.label for b, t in ((1, 8192), (8, 32768), (17, 512))}
     assert picked == {TWO}
     assert choose(IndexAppendProblem(), H200).kernel.label == "cute-dsl/index_append"

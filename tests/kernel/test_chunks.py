@@ -3,7 +3,9 @@ and the pipelines with versions that a CPU runs in place of those in CuTe DSL.""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mla_var3.check.judge import check, compare  # noqa: E402
-from mla_var3.device import Requirement  # noqa: E402
+from mla_var3.device import Device, Requirement  # noqa: E402
 from mla_var3.errors import UserError  # noqa: E402
 from mla_var3.kernel import chunks  # noqa: E402
 from mla_var3.runtime import KernelPlan  # noqa: E402
+from mla_var3.toolchain.triton_ import compile_triton  # noqa: E402
 from mla_var3.workload import chunked_prefill  # noqa: E402
 from mla_var3.workload.chunked_prefill import ChunkedProblem, make_inputs  # noqa: E402
 from running import in_tritons_interpreter  # noqa: E402
@@ -76,26 +79,72 @@ def test_merging_is_attention_over_both_parts() -> None:
         scores = torch.einsum("qhd,khd->hqk", q, k[keys])
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[keys]).contiguous(), scores.logsumexp(-1)
 
-    (out, lse), part, want = over(slice(0, 5)), over(slice(5, 9)), over(slice(0, 9))
-    out[1], lse[:, 1] = 0.0, float("inf")  # a row that saw no key, as some libraries write it
-    part[0][2], part[1][:, 2] = 0.0, -float("inf")
-    for x, y in ((out, part[0]), (lse.t(), part[1].t())):
-        x[3] = y[3] = 0.0
-    lse[:, 3], part[1][:, 3] = float("inf"), -float("inf")
-    first, second = over(slice(0, 5)), over(slice(5, 9))
-    chunks.merge_into(out, lse, *part)
+    first, second, want = over(slice(0, 5)), over(slice(5, 9)), over(slice(0, 9))
+    first[0][1], first[1][:, 1] = 0.0, float("inf")  # a row that saw no key, as some libraries write it
+    second[0][2], second[1][:, 2] = 0.0, -float("inf")
+    first[0][3] = second[0][3] = 0.0
+    first[1][:, 3], second[1][:, 3] = float("inf"), -float("inf")
+    given = [x.clone() for x in (*first, *second)]
+    out, lse = total = torch.full_like(first[0], torch.nan), torch.full_like(first[1], torch.nan)
+    chunks.merge(first, second, total)
+    assert all(map(torch.equal, (*first, *second), given))
     assert torch.allclose(out[0], want[0][0]) and torch.allclose(lse[:, 0], want[1][:, 0])
     assert torch.allclose(out[1], second[0][1]) and torch.allclose(lse[:, 1], second[1][:, 1])
     assert torch.allclose(out[2], first[0][2]) and torch.allclose(lse[:, 2], first[1][:, 2])
     assert bool((out[3] == 0).all()) and bool((lse[:, 3] == -float("inf")).all())
-    lse[0, 0] = torch.nan
-    chunks.merge_into(out, lse, *part)
+    first[1][0, 0] = torch.nan
+    chunks.merge(first, second, total)
     assert bool(out[0, 0].isnan().all() and lse[0, 0].isnan()) and bool(out[0, 1:].isfinite().all())
 
 
 def test_the_kernels_do_as_torch_does() -> None:
     """Both leaf primitives in Triton's interpreter, beside what torch computes."""
     assert in_tritons_interpreter(__file__).split() == ["pieces", "10", "merges", "4"]
+
+
+def accesses(ttir: str) -> tuple[set[str], set[str]]:
+    """The pointers among a kernel's arguments that are loaded from, and those that are stored to."""
+    of: dict[str, str] = {}  # value -> argument that it points into
+    found: dict[str, set[str]] = {"load": set(), "store": set()}
+    for line in ttir.splitlines():
+        if "tt.func" in line:
+            of.update({f"%{name}": name for name in re.findall(r"%(\w+): !tt\.ptr", line)})
+        elif made := re.match(r"\s*(%\w+) = tt\.(?:splat|addptr|broadcast|expand_dims|reshape) (%\w+)", line):
+            if made[2] in of:
+                of[made[1]] = of[made[2]]
+        elif access := re.search(r"\btt\.(load|store) (%\w+)", line):
+            found[access[1]].add(of[access[2]])
+    return found["load"], found["store"]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_no_program_writes_what_another_warp_of_it_may_still_read(tmp_path: Path) -> None:
+    """Triton loads small tensors in several warps, and puts no barrier between such a load and a store to the same
+    memory. So neither kernel loads from a pointer that it stores to."""
+    from mla_var3.kernel.triton.prims import rows
+
+    of_cache = dict.fromkeys(("b", "first", "end", "rows", "width", "pages"), "i32")
+    pointers = {"Cache": "*bf16", "Table": "*i32", "Lens": "*i32", "OfQ": "*i32", "Latents": "*bf16", "Keys": "*bf16"}
+    sizes = {"PAGE": 64, "K": 512, "P": 64, "D": 128, "LATENT_COLUMNS": 512, "ROPE_COLUMNS": 64, "REQUESTS": 8}
+    kernels = [
+        (
+            rows.merge_rows,
+            {"First": "*bf16", "FirstLse": "*fp32", "Second": "*bf16", "SecondLse": "*fp32", "Out": "*bf16",
+             "Lse": "*fp32", **dict.fromkeys(("n", "first_stride", "second_stride", "stride"), "i32")},
+            {"H": 128, "D": 128, "COLUMNS": 128, "ROWS": 4, "INTERPRET": False},
+            {"Out", "Lse"},
+        ),
+        (
+            rows.gather_rows, {**pointers, "OfK": "*i32", **of_cache, "page_stride": "i64"},
+            {**sizes, "OWN": True, "H": 128, "ROWS": 8}, {"Latents", "Keys", "OfK"},
+        ),
+    ]  # fmt: skip
+    for kernel, signature, constexprs, written in kernels:
+        made = compile_triton(
+            kernel, signature, constexprs, device=Device.get("h200"), out_dir=tmp_path, keep=("ttir",)
+        )  # fmt: skip
+        loaded, stored = accesses(made.artefacts["ttir"].read_text())
+        assert stored == written and not loaded & stored
 
 
 @dataclass(frozen=True)
@@ -125,6 +174,20 @@ class TorchPlan(KernelPlan):
         return chunks.empty(self, "torch")
 
 
+@pytest.fixture
+def poisoned_merges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Merges write over NaN, which they would read if that were a part of theirs."""
+    real = chunks.merge
+
+    def merge(*parts: Any) -> None:
+        for x in parts[-1]:
+            x.fill_(torch.nan)
+        real(*parts)
+
+    monkeypatch.setattr(chunks, "merge", merge)
+
+
+@pytest.mark.usefixtures("poisoned_merges")
 @pytest.mark.parametrize("most", [1000, 41, 16])
 def test_the_pipeline_is_the_oracle(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "PIECE_BYTES", most * TOKEN)
@@ -139,6 +202,7 @@ def test_the_pipeline_is_the_oracle(most: int, monkeypatch: pytest.MonkeyPatch) 
     assert report.ok, report.reason
 
 
+@pytest.mark.usefixtures("poisoned_merges")
 @pytest.mark.parametrize("most", [1000, 41])
 def test_the_keys_of_one_request_are_split_where_query_tiles_are_few(
     most: int, monkeypatch: pytest.MonkeyPatch
@@ -208,16 +272,17 @@ def interpreted() -> None:
     merges = 0
     for dtype in (torch.bfloat16, torch.float16):
         for n, h, d in ((5, 3, 24), (1, 2, 16)):
-            out, part = torch.randn(n, h, d).to(dtype), torch.randn(n, h, d).to(dtype)
-            lse, other = torch.randn(h, n) * 3, (torch.randn(h, n + 4) * 3)[:, 2 : n + 2]
+            outs, sums = torch.randn(2, n, h, d).to(dtype), torch.randn(2, h, n + 4) * 3
+            parts = [(outs[0], sums[0, :, :n].contiguous()), (outs[1], sums[1, :, 2 : n + 2])]
+            (out, lse), (part, other) = parts
             lse[0, 0], other[0, 0], lse[1, 0] = float("inf"), -float("inf"), -float("inf")
             out[0, 0] = part[0, 0] = out[0, 1] = 0.0
             if n > 2:
                 other[2, 2] = torch.nan
             made = []
-            for merge in (chunks.merge_into, chunks._merge_by_kernel):
-                made.append((out.clone(), lse.clone()))
-                merge(*made[-1], part, other)
+            for merge in (chunks.merge, chunks._merge_by_kernel):
+                made.append((torch.zeros_like(out), torch.zeros(h, n + 3)[:, 1 : n + 1]))
+                merge(*parts, made[-1])
             assert all(
                 torch.allclose(a.float(), b.float(), 1e-2, 1e-3, equal_nan=True) for a, b in zip(*made, strict=True)
             )

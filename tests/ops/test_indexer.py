@@ -110,19 +110,24 @@ def test_what_is_chosen_as_a_whole_gets_no_logits(problem: Any, k: int, monkeypa
 
 
 @pytest.mark.parametrize(
-    ("t", "k", "told"), [(4096, 2048, True), (4160, 2048, False), (1024, 512, True), (2048, 512, False)]
-)
+    ("t", "k", "n", "told"),
+    [
+        (4096, 2048, 0, True), (4160, 2048, 0, False), (1024, 512, 0, True), (2048, 512, 0, False),
+        (700, 64, 637, True), (700, 64, 636, False), (700, 699, 2, True),
+    ],
+)  # fmt: skip
 def test_rows_that_may_be_short_get_the_code_of_the_two_kernels(
-    t: int, k: int, told: bool, monkeypatch: pytest.MonkeyPatch
+    t: int, k: int, n: int, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits' plan is the one that `cute-dsl/indexer_topk` has, so that a bundle of that holds its code."""
+    """The logits' plan is the one that `cute-dsl/indexer_topk` has, so that a bundle of that holds its code. n: query
+    tokens of a prompt, 0 over pages."""
     pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
     from mla_var3.catalogue import registry
     from mla_var3.device import Device
     from mla_var3.kernel.parts import plans_of
 
     device = Device.get("h200")
-    problem = IndexerTopkProblem(b=3, s=2, t=t, topk=k)
+    problem = IndexerTopkProblem(b=1 if n else 3, s=n or 2, t=t, topk=k, table=not n)
     args, options, _ = call(problem)
     plans: list[Any] = []
     monkeypatch.setattr(indexer, "compute", lambda served, way, some, *_: plans.append(way.make(some, device)))

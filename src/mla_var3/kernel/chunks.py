@@ -6,8 +6,8 @@
 
 Products write where attention reads: nothing is transposed, split or concatenated. The last piece holds what is left of
 the prefixes and, behind each one, the request's new tokens, so that causal attention over it sees both at once; where
-everything fits into one piece, nothing is merged. Else each piece's result is merged into the one before by the
-log-sum-exps of both.
+everything fits into one piece, nothing is merged. Else each piece's result is merged with that of the pieces before by
+the log-sum-exps of both, from two tensors into a third.
 
 `decompress` and `absorbed` make pipelines of these functions and of versions that stand for themselves, which the
 laboratory plans, checks and times. `mla_var3.ops.chunk_prefill` has its own, until these have run on a GPU.
@@ -159,42 +159,38 @@ def up_project(weight: Any, latents: Any, keys: Any, values: Any) -> None:
     torch.bmm(rows, of_heads[:, d:].transpose(1, 2), out=values.transpose(0, 1))
 
 
-def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
-    """Makes out (n, h, d) and lse (h, n) those over the keys of both parts. An LSE of +inf or -inf is that of a row
-    that saw no key, whose out is 0. All contiguous, but that heads of part_lse may lie apart."""
+#: What a part of the keys gives: out (n, h, d), contiguous, and lse (h, n), whose heads may lie apart.
+Attended = tuple[Any, Any]
+
+
+def merge(first: Attended, second: Attended, total: Attended) -> None:
+    """Writes attention over the keys of both parts to `total`, which lies elsewhere. An LSE of +inf or -inf is that of
+    a row that saw no key, whose out is 0."""
+    (out, lse), (first_out, first_lse), (second_out, second_lse) = total, first, second
     if out.is_cuda and importlib.util.find_spec("triton") is not None:
-        _merge_by_kernel(out, lse, part, part_lse)
+        _merge_by_kernel(first, second, total)
         return
     import torch
 
-    sums = torch.stack([lse, part_lse])
+    sums = torch.stack([first_lse, second_lse])
     sums = sums.masked_fill(sums.isinf(), -math.inf)
-    total = sums.logsumexp(0)
-    weights = (sums - total.masked_fill(total == -math.inf, 0.0)).exp()
+    whole = sums.logsumexp(0)
+    weights = (sums - whole.masked_fill(whole == -math.inf, 0.0)).exp()
     rows = weights.transpose(1, 2)[..., None]
-    out.copy_(out.float() * rows[0] + part.float() * rows[1])
-    lse.copy_(total)
+    out.copy_(first_out.float() * rows[0] + second_out.float() * rows[1])
+    lse.copy_(whole)
 
 
-def _merge_by_kernel(out: Any, lse: Any, part: Any, part_lse: Any, rows: int = 4) -> None:
-    """`merge_into` by one kernel, a program for so many rows."""
+def _merge_by_kernel(first: Attended, second: Attended, total: Attended, rows: int = 4) -> None:
+    """`merge` by one kernel, a program for so many rows."""
     from mla_var3.kernel.triton.prims.numerics import interpreted
     from mla_var3.kernel.triton.prims.rows import merge_rows
 
-    n, h, d = out.shape
+    n, h, d = total[0].shape
     merge_rows[(-(-n * h // rows),)](
-        out,
-        lse,
-        part,
-        part_lse,
-        n,
-        part_lse.stride(0),
-        H=h,
-        D=d,
-        COLUMNS=_power(d),
-        ROWS=rows,
-        INTERPRET=interpreted(merge_rows),
-    )
+        *first, *second, *total, n, first[1].stride(0), second[1].stride(0), total[1].stride(0), H=h, D=d,
+        COLUMNS=_power(d), ROWS=rows, INTERPRET=interpreted(merge_rows),
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- pipelines of versions
@@ -236,7 +232,8 @@ def decompress(
         repeated = q.new_empty((splits * n, *q.shape[1:]))
         of_repeated = torch.arange(splits + 1, dtype=torch.int32, device=q.device) * n
         call("repeat", repeated.view(splits, *q.shape).copy_, q)
-    total: tuple[Any, Any] | None = None
+    total: Attended | None = None
+    free: Attended | None = None  # where the next merge writes
     for piece in found:
         rows, of_k = slice(piece.rows), torch.zeros_like(of_q)
         lists = (x["kv_cache"], table, x["seq_lens"], of_q, piece, latents[rows], keys[rows], of_k)
@@ -254,14 +251,13 @@ def decompress(
             stage, out, lse = attend(q, keys[rows], values[rows], of_q, of_k, piece.own)
             stages.append(stage)
             made.insert(0, (out, lse))
-        if total is None:
-            total, made = made[0], made[1:]
-            if not total[1].is_contiguous():
-                lse = torch.empty_like(total[1], memory_format=torch.contiguous_format)
-                call("lse", lse.copy_, total[1])
-                total = total[0], lse
         for part in made:
-            call("merge", merge_into, *total, *part)
+            if total is None:
+                total = part
+                continue
+            free = free or (torch.empty_like(total[0]), q.new_empty((q.shape[1], n), dtype=torch.float32))
+            call("merge", merge, total, part, free)
+            total, free = free, total
     assert total is not None
     return stages, *total
 

@@ -163,9 +163,9 @@ def indexer_topk(
     256 MiB, one after the other; the logits of up to three parts were seen to be allocated at once. A single request
     with page_table has 256 · s bytes of logits for each column of the table, which may be more than a part.
 
-    Where there are at most k keys, or the page table has room for at most k tokens, no logits are computed. Where it
-    has room for up to 2 k tokens, those of query tokens that see at most k are left out, as such a query token gets all
-    of its tokens.
+    Where there are at most k keys, or the page table has room for at most k tokens, no logits are computed. Those of
+    query tokens that see at most k, which get all of their tokens, are left out where the page table has room for up to
+    2 k, and of n query tokens over t keys where t - n < k.
 
     kernel names a version of workload indexer_topk, which computes everything in one call; it takes no parts, and
     refuses more than 256 MiB of logits.
@@ -199,7 +199,8 @@ def indexer_topk(
             ranges = {"starts": low[part]}
         logits = new_logits(some, codes, (last - first) * each, problem.columns)
         if len(logits):
-            way = _scored(some, k, served.hardware(q.device))  # heads that none takes are told of, always
+            # Heads that none takes are told of, always.
+            way = _scored(some, problem.rows, k, served.hardware(q.device))
             if problem.columns > k:
                 compute(served, way, some, of_part, (logits,))
         found.append(topk_indices(logits, high[part], k, on=on, **ranges))
@@ -213,14 +214,15 @@ def launched(problem: IndexerTopkProblem, device: Device) -> list[tuple[Problem,
     b, s = (problem.b, problem.s) if table else (problem.rows, 1)
     scores = _logits(problem.b, problem.s, problem.t, problem.heads, table, problem.dtype)
     choice = _topk(b, s, scores.columns, k, table, problem.dtype)
-    logits = [(scores, _scored(scores, k, device))] if scores.columns > k else []
+    logits = [(scores, _scored(scores, scores.rows, k, device))] if scores.columns > k else []
     return [*logits, (choice, way_for(choice, device))]
 
 
-def _scored(problem: IndexerLogitsProblem, k: int, device: Device | None) -> Way:
-    """How the logits are computed of which each query token's k largest are chosen."""
-    knobs = (("beyond", k),) if problem.table and problem.columns <= LEFT_OUT * k else ()
-    return way_for(problem, device, knobs=knobs)
+def _scored(problem: IndexerLogitsProblem, rows: int, k: int, device: Device | None) -> Way:
+    """How the logits are computed of which each query token's k largest are chosen. rows: query tokens of the call."""
+    # The first of n query tokens that are a prompt's last sees t - n keys before it.
+    short = problem.columns <= LEFT_OUT * k if problem.table else problem.columns - rows < k
+    return way_for(problem, device, knobs=(("beyond", k),) if short else ())
 
 
 @traceable

@@ -288,7 +288,7 @@ class Fa3ChunkedPlan(PeerMixin, KernelPlan):
 
     Rows are gathered, projected and merged by what our own pipeline has for that (`mla_var3.kernel.chunks`), so that
     the two differ in attention alone: a piece is one call of the library's varlen entry, and its log-sum-exp, which the
-    library allocates, is merged where it is. Where query tiles of 128 tokens are fewer than three quarters of the
+    library allocates, is read where it lies. Where query tiles of 128 tokens are fewer than three quarters of the
     multiprocessors, the number of splits of the keys is the library's own choice, else 1. Hopper only.
     """
 

@@ -1,5 +1,5 @@
 """Cached tokens of requests, behind one another: latents as one tensor, rope columns in every head's key. And results
-over two parts of the keys, merged into one."""
+over two parts of the keys, merged."""
 
 from __future__ import annotations
 
@@ -77,14 +77,18 @@ def gather_rows(
         tl.store(Keys + (row * H + head)[:, None] * (D + P) + (D + column)[None, :], rope, taken)
 
 
-@triton.jit(do_not_specialize=["n", "part_stride"])
+@triton.jit(do_not_specialize=["n", "first_stride", "second_stride", "stride"])
 def merge_rows(
-    Out,  # (n, H, D), contiguous, global: read and written
-    Lse,  # (H, n) float32, contiguous, global: read and written
-    Part,  # (n, H, D), contiguous, global
-    PartLse,  # (H, n) float32, global; heads may lie apart
+    First,  # (n, H, D), contiguous, global
+    FirstLse,  # (H, n) float32, global; heads may lie apart
+    Second,  # (n, H, D), contiguous, global
+    SecondLse,  # (H, n) float32, global; heads may lie apart
+    Out,  # (n, H, D), contiguous, global: written
+    Lse,  # (H, n) float32, global; heads may lie apart: written
     n,
-    part_stride,  # between heads of PartLse
+    first_stride,  # between heads of FirstLse
+    second_stride,
+    stride,
     H: tl.constexpr,
     D: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two of at least D
@@ -92,19 +96,23 @@ def merge_rows(
     INTERPRET: tl.constexpr,
 ):
     """Grid (blocks of ROWS rows,): a row is a query token and a head. Out and Lse become those over the keys of both.
-    An LSE of +inf or -inf is that of a row that saw no key, whose out is 0; one that is NaN makes the row NaN."""
+    An LSE of +inf or -inf is that of a row that saw no key, whose out is 0; one that is NaN makes the row NaN.
+
+    What is written lies elsewhere than what is read. Every warp loads the LSEs of the rows whose columns it weighs, one
+    warp stores those of all rows of the program, and Triton puts no barrier between the two. In place, that warp would
+    overwrite LSEs that others have still to load.
+    """
     LOG2_E: tl.constexpr = 1.4426950408889634
     LN_2: tl.constexpr = 0.6931471805599453
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < tl.cast(n, tl.int64) * H
-    of_lse = (row % H).to(tl.int64) * n + row // H
-    of_part = (row % H).to(tl.int64) * part_stride + row // H
+    head, token = (row % H).to(tl.int64), row // H
     column = tl.arange(0, COLUMNS)
     at = tl.cast(row, tl.int64)[:, None] * D + column[None, :]
     taken = inside[:, None] & (column < D)[None, :]
     none: tl.constexpr = float("-inf")
-    first = tl.load(Lse + of_lse, mask=inside, other=0.0)
-    second = tl.load(PartLse + of_part, mask=inside, other=0.0)
+    first = tl.load(FirstLse + head * first_stride + token, mask=inside, other=0.0)
+    second = tl.load(SecondLse + head * second_stride + token, mask=inside, other=0.0)
     first = tl.where(tl.abs(first) == float("inf"), none, first)
     second = tl.where(tl.abs(second) == float("inf"), none, second)
     most = tl.maximum(first, second)
@@ -112,8 +120,9 @@ def merge_rows(
     mine, other = tl.exp2((first - most) * LOG2_E), tl.exp2((second - most) * LOG2_E)
     total = mine + other
     whole = tl.where(total == 0.0, 1.0, total)
-    left = tl.load(Out + at, mask=taken, other=0.0).to(tl.float32)
-    right = tl.load(Part + at, mask=taken, other=0.0).to(tl.float32)
+    left = tl.load(First + at, mask=taken, other=0.0).to(tl.float32)
+    right = tl.load(Second + at, mask=taken, other=0.0).to(tl.float32)
     made = (left * mine[:, None] + right * other[:, None]) / whole[:, None]
     tl.store(Out + at, round_to(made, Out.dtype.element_ty, INTERPRET), taken)
-    tl.store(Lse + of_lse, tl.where(total == 0.0, none, most + tl.log2(whole) * LN_2), mask=inside)
+    merged = tl.where(total == 0.0, none, most + tl.log2(whole) * LN_2)
+    tl.store(Lse + head * stride + token, merged, mask=inside)

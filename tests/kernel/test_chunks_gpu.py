@@ -1,0 +1,44 @@
+"""Merges of a prefix's pieces on a GPU are right in every row of every call, and so is the pipeline that has them."""
+
+from __future__ import annotations
+
+import pytest
+from planning import planned, right
+
+from mla_var3.kernel import chunks
+from mla_var3.workload.chunked_prefill import ChunkedProblem
+
+pytestmark = pytest.mark.gpu
+
+CALLS = 40
+
+
+@pytest.mark.parametrize(("n", "h", "d"), [(512, 128, 128), (8192, 16, 128), (1000, 6, 96), (3000, 5, 16)])
+def test_a_merge_is_right_in_every_row_of_every_call(n: int, h: int, d: int) -> None:
+    """The second part has three quarters of the keys, so that a row that is merged by another LSE is far off."""
+    import torch
+
+    torch.manual_seed(1)
+    outs = torch.randn(2, n, h, d, device="cuda").bfloat16()
+    lse = 8 + torch.randn(h, n, device="cuda") / 8
+    apart = torch.empty(h, 2 * n, device="cuda")[:, n:].copy_(lse + 1.1)  # heads lie apart, as those of a split
+    parts = (outs[0], lse), (outs[1], apart)
+    total = lse.double().logaddexp(apart.double())
+    first, second = ((x[1].double() - total).exp().t()[..., None] * x[0].double() for x in parts)
+    found = torch.full_like(outs[0], torch.nan), torch.full_like(lse, torch.nan)
+    kept = []
+    for _ in range(CALLS):
+        chunks.merge(*parts, found)
+        kept.append(tuple(x.clone() for x in found))
+    wanted = first + second
+    assert float((kept[0][0] - wanted).abs().max()) < 2.0**-5 and float((kept[0][1] - total).abs().max()) < 1e-5
+    assert all(torch.equal(a, b) for call in kept for a, b in zip(call, kept[0], strict=True))
+
+
+@pytest.mark.parametrize("h", [128, 16])
+def test_a_prefix_in_many_pieces(h: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 700 tokens each, and of 16 heads split besides."""
+    problem = ChunkedProblem(b=1, s=512, t=8192, h=h)
+    monkeypatch.setattr(chunks, "PIECE_BYTES", 700 * (2 * problem.d + problem.p) * h * problem.element_bytes)
+    assert len(chunks.cut(problem)) == 12 and chunks.splits_of_problem(problem) == {128: 1, 16: 2}[h]
+    right(planned("cute-dsl/chunk_decompress", problem), ["own"])

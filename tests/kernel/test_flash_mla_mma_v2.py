@@ -17,7 +17,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 KERNEL = registry.KernelId.parse("cute-dsl/flash_mla_mma_v2")
 WIDTHS = ((512, 64), (512, 0), (512, 48), (256, 64), (256, 32), (256, 0))
-TILES = {"h200": (32, 4), "a100": (16, 6), "rtx4090": (16, 3), "a40": (16, 3)}
+TILES = {"h200": (32, 4), "a100": (32, 3), "rtx4090": (16, 3), "a40": (16, 3)}
 
 
 def geometries() -> list[Any]:

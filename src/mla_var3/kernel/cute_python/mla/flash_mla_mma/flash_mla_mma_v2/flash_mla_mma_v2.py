@@ -5,7 +5,7 @@ the device, warps of their own for scores and for outputs.
 
 K and V are one KV tile in shared memory, which is loaded once: `ldmatrix` reads it as the B operand of the scores, and
 `ldmatrix.trans` as that of the output. A CTA of twelve warps computes a query tile of 64 rows and KV tiles of 32
-tokens, or of 16 where four of 32 do not fit into shared memory.
+tokens, or of 16 where three of 32 do not fit into shared memory.
 
 **Against version 1**, where each of eight warps does all: scores over a quarter of the columns, a share of the softmax
 and a share of the output. There the four parts of a score meet in shared memory, in fp32, and each tile has a barrier
@@ -105,9 +105,7 @@ class Barrier(IntEnum):
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask. tokens:
     of a KV tile; stages: KV tiles in shared memory. packed: requests differ in their query tokens, and s is those of a
-    block (`split_kv.rows`). tree: the caller's mask says which of the newest s keys a query token sees. scores_first:
-    the warps of the scores come first. spread: the copies of a KV tile stand between the products of the output, not
-    ahead of them."""
+    block (`split_kv.rows`). tree: the caller's mask says which of the newest s keys a query token sees."""
 
     h: int
     h_kv: int
@@ -120,13 +118,11 @@ class Geometry:
     stages: int
     packed: bool = False
     tree: bool = False
-    scores_first: bool = False
-    spread: bool = True
 
     @property
-    def first_output(self) -> int:
-        """The first thread of the warps of the output."""
-        return SCORE_THREADS if self.scores_first else 0
+    def spread(self) -> bool:
+        """Whether the copies of a KV tile stand between the products of the output, else ahead of them."""
+        return self.tokens == TOKEN_TILES[0]
 
     @property
     def group(self) -> int:
@@ -305,14 +301,9 @@ def row_source(inputs: Inputs, of: Reader, tile: Int32, row: Int32, geometry: cu
     return cache.iterator.toint() + 2 * offset
 
 
-def output_thread(geometry: Geometry) -> Int32:
-    """This thread's number among those of the output."""
-    return cute.arch.thread_idx()[0] - geometry.first_output
-
-
 def loaded_row(geometry: Geometry) -> Int32:
     """The row of a KV tile that this thread of the output loads."""
-    return (output_thread(geometry) >> 3) % geometry.tokens
+    return (cute.arch.thread_idx()[0] >> 3) % geometry.tokens
 
 
 class Copy(NamedTuple):
@@ -329,7 +320,7 @@ def way_of(geometry: Geometry) -> Int32:
     """`Copy.way` of this thread of the output."""
     if geometry.ways == 1:
         return Int32(0)
-    return output_thread(geometry) // (paged.ROW_LANES * geometry.tokens)
+    return cute.arch.thread_idx()[0] // (paged.ROW_LANES * geometry.tokens)
 
 
 def source_of(row: Int64, geometry: Geometry) -> Int64:
@@ -1032,13 +1023,11 @@ def flash_mla_mma_v2(
         dict, geometry=geometry, inputs=inputs, dtype=inputs.q.element_type, storage=storage, lane=lane,
         scale_log2=scale_log2, kv_head=kv_head, first_row=first_row, mma=warp_mma.make_mma(inputs.q.element_type),
     )  # fmt: skip
-    first = cutlass.const_expr(geometry.first_output // WARP)
-    if (warp >= first) & (warp < first + OUTPUT_WARPS):
-        of_output = Output.make(**of_cell(thread=thread - first * WARP, warp=warp - first))
-        compute_output(of_output, results, walk, split, tile)
+    # Both, though a warp's number is never negative: without the first the compiler makes other code than was timed.
+    if (warp >= 0) & (warp < OUTPUT_WARPS):
+        compute_output(Output.make(**of_cell(thread=thread, warp=warp)), results, walk, split, tile)
     else:
-        own = warp if cutlass.const_expr(geometry.scores_first) else warp - OUTPUT_WARPS
-        compute_scores(Scores.make(**of_cell(thread=thread, warp=own)), walk, split)
+        compute_scores(Scores.make(**of_cell(thread=thread, warp=warp - OUTPUT_WARPS)), walk, split)
 
 
 flash_mla_mma_v2.set_name_prefix("flash_mla_mma_v2", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -1059,8 +1048,7 @@ class FlashMlaMmaV2Tiling(Tiling):
     """tile_n: tokens of a KV tile, 16 or 32. num_pipeline_stages: KV tiles in shared memory, at least 3. Of both 0 is
     what suits the shared memory of the device. workers: CTAs for each query tile; 0: as many as fill the device.
     split_tokens: tokens of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0:
-    the scheduler chooses. query_tokens: of packed queries, tokens of a block; 0: as many as a tile has rows for.
-    scores_first, spread: as in `Geometry`; with 32 tokens copies are always spread."""
+    the scheduler chooses. query_tokens: of packed queries, tokens of a block; 0: as many as a tile has rows for."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
 
@@ -1069,8 +1057,6 @@ class FlashMlaMmaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     query_tokens: int = 0
-    scores_first: bool = False
-    spread: bool = False
 
     def geometry(self, pd: MlaProblem, device: Device | None = None) -> Geometry:
         """What the code is made for, with everything chosen; device: None for the assumed one."""
@@ -1079,19 +1065,15 @@ class FlashMlaMmaV2Tiling(Tiling):
         causal = pd.causal and (pd.packed or s > 1)
 
         def made(tokens: int, stages: int) -> Geometry:
-            return Geometry(
-                pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, tokens, stages, pd.packed, pd.tree,
-                self.scores_first, self.spread or tokens == TOKEN_TILES[0],
-            )  # fmt: skip
+            return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, tokens, stages, pd.packed, pd.tree)
 
         def stages_of(tokens: int) -> int:
             bare = made(tokens, 0)
             return max(0, min(MOST_STAGES, (of.smem_per_block - fixed_bytes(bare)) // (2 * bare.stage_elements)))
 
         sizes = [self.tile_n] if self.tile_n else list(TOKEN_TILES)
-        # Of three stages of 32 tokens one is loaded while its time is waited for: with 16 there are six in their place.
-        fewest = {n: self.num_pipeline_stages or FEWEST_STAGES + (n == TOKEN_TILES[0]) for n in sizes}
-        fitting = [n for n in sizes if self.tile_n or stages_of(n) >= fewest[n]]
+        fewest = self.num_pipeline_stages or FEWEST_STAGES
+        fitting = [n for n in sizes if self.tile_n or stages_of(n) >= fewest]
         tokens = (fitting or sizes[-1:])[0]
         return made(tokens, self.num_pipeline_stages or stages_of(tokens))
 

@@ -20,8 +20,10 @@ def _near_ctas(problem: TopkProblem, value: float) -> list[TopkProblem]:
 
 #: Logits of a row.
 LOGITS = Quantity("logits of a row", lambda pd: pd.t, lambda pd, value: [pd.replace(t=max(1, round(value)))])
-#: CTAs of clusters that hold all rows: more than a device takes at once are several waves.
 CTAS = Quantity("CTAs that hold all rows", _ctas, _near_ctas)
+#: Up to a row a multiprocessor, clusters of all rows run at once.
+ROWS = Quantity("rows", lambda pd: pd.rows, lambda pd, value: [pd.replace(b=max(1, round(value / pd.s)))])
+CHOSEN = Quantity("k", lambda pd: pd.topk, lambda pd, value: [pd.replace(topk=max(1, round(value)))])
 
 RULES = (
     Rule(
@@ -32,7 +34,22 @@ RULES = (
     Rule(
         "cute-dsl/topk_v6",
         "clusters hold few long rows, and each CTA finds its candidates by a digit of linear bins",
-        where=(Bound(CTAS, 128),),
+        where=(Bound(CTAS, 64),),
     ),
-    Rule("cute-dsl/topk_v3", "rows of any length and number, each read once against a bound from a sample"),
+    Rule(
+        "cute-dsl/topk_v6",
+        "lists of many candidates in clusters of two cost more than a digit over all logits",
+        where=(Bound(LOGITS, 2 * HELD), Bound(CTAS, 128), Bound(CHOSEN, 512, above=True)),
+    ),
+    Rule(
+        "cute-dsl/topk_v7",
+        "clusters of all rows run at once and read them in chunks, and few logits are looked at twice",
+        where=(Bound(ROWS, 132),),
+    ),
+    Rule(
+        "cute-dsl/topk_v7",
+        "a row's chunks are divided among more CTAs where it is very long, so that no list is full",
+        where=(Bound(LOGITS, 8 * HELD, above=True),),
+    ),
+    Rule("cute-dsl/topk_v3", "many rows, each read once against a bound from a sample, two CTAs on a multiprocessor"),
 )

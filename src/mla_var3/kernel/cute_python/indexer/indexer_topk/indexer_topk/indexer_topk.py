@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 
 MOST_LOGITS = 256 << 20  # bytes
 SHORT = 32768  # logits of a row that a CTA holds
-LONG = 1 << 19  # that a cluster holds
-CTAS = 128  # that hold all rows, at most, where clusters do
+CTAS = 64  # that hold all rows, at most, where clusters do; twice as many in pairs, if more than FEW are chosen
+FEW = 512
+MOST = 1 << 19  # logits of a row that version 6 takes
+ROWS = 132  # of which clusters run at once
+LONG = 1 << 18  # logits of a row above which version 3 reads rows again
 
 
 @dataclass(frozen=True)
 class IndexerTopkTiling(PartsTiling):
     """logits, topk: the versions. topk = "": as the dispatcher has it, version 5 for rows of up to 32,768 logits,
-    version 6 for few longer ones, else version 3."""
+    version 6 for few longer ones, version 7 for up to 132 and for very long ones, else version 3."""
 
     logits: str = "cute-dsl/mqa_logits_v4"
     topk: str = ""
@@ -43,16 +46,18 @@ class IndexerTopkTiling(PartsTiling):
         b, s = (pd.b, pd.s) if pd.table else (pd.rows, 1)
         scored = IndexerLogitsProblem(b=pd.b, s=pd.s, t=pd.t, heads=pd.heads, table=pd.table, lengths=pd.lengths)
         rows = TopkProblem(b=b, s=s, t=pd.columns, topk=pd.topk, table=pd.table, lengths=pd.lengths)
-        chooses = self.topk or chooses_by(pd.rows, pd.columns)
+        chooses = self.topk or chooses_by(pd.rows, pd.columns, pd.topk)
         return {"logits": (self.logits, scored, {"beyond": pd.topk}), "topk": (chooses, rows, {})}
 
 
-def chooses_by(rows: int, t: int) -> str:
+def chooses_by(rows: int, t: int, k: int) -> str:
     """The version of the top-k."""
     if t <= SHORT:
         return "cute-dsl/topk_v5"
-    held = t <= LONG and rows * (1 << (-(-t // SHORT) - 1).bit_length()) <= CTAS
-    return "cute-dsl/topk_v6" if held else "cute-dsl/topk_v3"
+    ctas = rows * (1 << (-(-t // SHORT) - 1).bit_length())
+    if (t <= MOST and ctas <= CTAS) or (t <= 2 * SHORT and ctas <= 2 * CTAS and k > FEW):
+        return "cute-dsl/topk_v6"
+    return "cute-dsl/topk_v7" if rows <= ROWS or t > LONG else "cute-dsl/topk_v3"
 
 
 def takes(pd: IndexerTopkProblem) -> Verdict:
@@ -69,7 +74,7 @@ class IndexerTopkPlan(KernelPlan):
     workload = workload.WORKLOAD
     tiling_type = IndexerTopkTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("fp32",), features=("wgmma", "tma", "setmaxnreg"), problem=takes)
-    parts = ("cute-dsl/mqa_logits_v4", "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6")
+    parts = ("cute-dsl/mqa_logits_v4", "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6", "cute-dsl/topk_v7")
 
     def default_tiling(self) -> IndexerTopkTiling:
         return IndexerTopkTiling()

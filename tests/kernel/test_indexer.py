@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -20,6 +21,7 @@ from mla_var3.workload.topk import TopkProblem
 H200 = Device.get("h200")
 LOGITS = "cute-dsl/mqa_logits_v4"
 TOPK, SHORT, LONG = "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6"
+CHUNKS = "cute-dsl/topk_v7"
 TWO = "cute-dsl/indexer_topk"
 
 
@@ -42,6 +44,9 @@ TWO = "cute-dsl/indexer_topk"
         (LOGITS, IndexerLogitsProblem(s=3, heads=32, dtype="bf16")),
         (LONG, TopkProblem(b=1, t=131072)),
         (LONG, TopkProblem(b=6, s=2, t=400_000, table=True, dtype="bf16")),
+        (CHUNKS, TopkProblem(b=1, t=131072)),
+        (CHUNKS, TopkProblem(b=16, t=262144)),
+        (CHUNKS, TopkProblem(b=100, t=70000, dtype="bf16")),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -238,6 +243,39 @@ def test_a_cluster_holds_a_long_row() -> None:
     assert made(1, 1 << 19, False) == (16, 40) and made(1, 131072, ctas=4) == (4, 32)
 
 
+def test_clusters_of_all_rows_run_at_once_and_read_in_chunks() -> None:
+    tiling_type: Any = plan_type(CHUNKS).tiling_type
+
+    def made(rows: int, t: int, aligned: bool = True, **knobs: Any) -> tuple[int, int, int]:
+        """CTAs of a row, chunks, logits of a thread in each."""
+        geometry = tiling_type(**knobs).geometry(TopkProblem(b=rows, t=t), rows, t, 132, aligned)
+        assert geometry.own_k < geometry.share and t <= geometry.ctas * geometry.held * geometry.chunks * 1024
+        assert geometry.sampled <= geometry.least_count / geometry.ctas / geometry.chunks
+        return geometry.ctas, geometry.chunks, geometry.held
+
+    assert [made(1, t) for t in (1, 16384, 65536, 131072, 1 << 19, 1 << 20)] == [
+        (1, 1, 8), (2, 1, 8), (8, 1, 8), (16, 1, 8), (16, 1, 32), (16, 4, 16),
+    ]  # fmt: skip
+    assert [made(rows, 262144)[:2] for rows in (7, 8, 15, 16, 30, 31, 66, 67, 500)] == [
+        (16, 1), (8, 1), (8, 1), (4, 4), (4, 4), (2, 8), (2, 8), (1, 16), (1, 16),
+    ]  # fmt: skip
+    assert made(64, 65536) == (2, 1, 32) and made(128, 65536) == (1, 4, 16) and made(1, 1 << 19, False) == (16, 1, 40)
+    # Lists of a CTA have room for what 16 chunks of a row are above the floor of the first, and for 32 of a cluster's.
+    assert [made(128, t)[:2] for t in (262144, 262145, 1 << 20, (1 << 20) + 1)] == [(1, 16), (2, 9), (2, 32), (4, 17)]
+    assert made(132, 1 << 22)[:2] == (8, 32)
+
+
+def test_what_is_above_the_top_fits_beside_the_candidates() -> None:
+    """The largest of 32 warps of the lesser of what two halves' largest logits are: sqrt(E / 32) of a half's logits lie
+    above it, E from the exponential distribution."""
+    tiling_type: Any = plan_type(CHUNKS).tiling_type
+    for rows in (1, 8, 16, 32, 66, 132, 4096):
+        for t in (32769, 131072, 262144, 1 << 19, 1 << 20, 1 << 22):
+            geometry = tiling_type().geometry(TopkProblem(b=rows, t=t), rows, t, 132)
+            above = geometry.chunks * (1 if geometry.largest_is_top else math.sqrt(20 / 32) * 64)
+            assert above <= geometry.share
+
+
 @pytest.mark.parametrize("ctas", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("k", [1, 64, 512, 2048])
 def test_what_a_cluster_gathers_is_more_than_k_and_fits(k: int, ctas: int) -> None:
@@ -297,8 +335,9 @@ def test_the_dispatcher_picks_by_what_runs_here() -> None:
     two = plan_type(TWO)
     for version, sizes in {
         SHORT: ((1, 8192), (8192, 8192), (4096, 32768), (1, 1)),
-        LONG: ((1, 32769), (64, 65536), (32, 131072), (16, 262144), (1, 1 << 19), (8, 1 << 19)),
-        TOPK: ((65, 32769), (33, 70000), (9, 300_000), (1, (1 << 19) + 1), (1, 1 << 20), (4096, 65536), (1024, 131072)),
+        LONG: ((1, 32769), (16, 65536), (8, 131072), (4, 262144), (1, 1 << 19), (2, 1 << 19)),
+        CHUNKS: ((17, 32769), (64, 65536), (9, 70000), (5, 262144), (8, 1 << 19), (1, (1 << 19) + 1), (1, 1 << 20)),
+        TOPK: ((133, 32769), (133, 300_000), (4096, 65536), (1024, 131072)),
     }.items():
         for b, t in sizes:
             assert choose(TopkProblem(b=b, t=t), H200).kernel.label == version

@@ -20,6 +20,7 @@ from running import allocated_by, captured
 pytestmark = pytest.mark.gpu
 
 CHOOSES, SHORT, LONG = "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6"
+CHUNKS = "cute-dsl/topk_v7"
 TWO = "cute-dsl/indexer_topk"
 LOGITS = [
     IndexerLogitsProblem(b=1, s=513, t=3000, table=False),
@@ -43,6 +44,10 @@ LONG_ROWS = [
     TopkProblem(b=1, t=131072), TopkProblem(b=7, t=131072, topk=512), TopkProblem(b=6, s=2, t=40000, table=True),
     TopkProblem(b=3, t=300_000, dtype="bf16"), TopkProblem(b=40, t=65536), TopkProblem(b=2, t=500_000, topk=64),
 ]  # fmt: skip
+MANY_LONG_ROWS = [
+    TopkProblem(b=16, t=262144), TopkProblem(b=1, t=1 << 20), TopkProblem(b=128, t=65536),
+    TopkProblem(b=100, t=70000, dtype="bf16"), TopkProblem(b=40, t=100_000, topk=64),
+]  # fmt: skip
 CHOICES = [
     IndexerTopkProblem(b=8, t=32768), IndexerTopkProblem(b=1), IndexerTopkProblem(b=9, s=2, t=3000, heads=32, topk=64),
     IndexerTopkProblem(b=40, t=9000, heads=16, topk=512), IndexerTopkProblem(b=8, t=65536, topk=100),
@@ -61,6 +66,7 @@ def test_logits_are_right(label: str, problem: Any) -> None:
         *((CHOOSES, problem) for problem in (*TOPK, TopkProblem(b=140, t=70000))),
         *((SHORT, problem) for problem in SHORT_ROWS),
         *((LONG, problem) for problem in LONG_ROWS),
+        *((CHUNKS, problem) for problem in (*LONG_ROWS, *MANY_LONG_ROWS)),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -72,7 +78,7 @@ def test_topk_is_right(label: str, problem: Any) -> None:
     ("label", "problem"),
     [
         ("cute-dsl/mqa_logits_v4", LOGITS[0]), ("cute-dsl/mqa_logits_v4", LOGITS[4]), (CHOOSES, TOPK[1]),
-        (CHOOSES, TOPK[3]), (LONG, LONG_ROWS[2]),
+        (CHOOSES, TOPK[3]), (LONG, LONG_ROWS[2]), (CHUNKS, LONG_ROWS[2]),
         (SHORT, SHORT_ROWS[0]), (SHORT, SHORT_ROWS[4]),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
@@ -141,6 +147,7 @@ def test_captured_choice_follows_its_lengths() -> None:
         (CHOOSES, TOPK[3]),
         (SHORT, SHORT_ROWS[4]),
         (LONG, LONG_ROWS[2]),
+        (CHUNKS, LONG_ROWS[2]),
     ],
     ids=lambda x: x if isinstance(x, str) else x.label,
 )
@@ -168,7 +175,7 @@ def test_captured_call_follows_its_lengths(label: str, problem: Any) -> None:
             torch.testing.assert_close(found[there].double(), want[there], atol=indexer_logits.FP8_SUMS, rtol=2.0**-10)
 
 
-@pytest.mark.parametrize("label", [CHOOSES, SHORT, LONG])
+@pytest.mark.parametrize("label", [CHOOSES, SHORT, LONG, CHUNKS])
 def test_a_thousand_problems_with_ties(label: str) -> None:
     import torch
 
@@ -185,7 +192,12 @@ def test_a_thousand_problems_with_ties(label: str) -> None:
 
 @pytest.mark.parametrize(
     ("label", "t", "tilings"),
-    [(CHOOSES, 300_000, (None, 1, 16)), (SHORT, 15_000, (None,)), (LONG, 300_000, (None,))],
+    [
+        (CHOOSES, 300_000, (None, 1, 16)),
+        (SHORT, 15_000, (None,)),
+        (LONG, 300_000, (None,)),
+        (CHUNKS, 300_000, (None, 1, 4)),
+    ],
 )
 def test_values_in_ascending_order_are_all_candidates(label: str, t: int, tilings: tuple[int | None, ...]) -> None:
     import torch
@@ -252,7 +264,7 @@ def test_keys_are_appended_to_the_byte(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("label", "t"),
-    [(CHOOSES, 200_000), (SHORT, 16_000), (SHORT, 7_001), (LONG, 200_000)],
+    [(CHOOSES, 200_000), (SHORT, 16_000), (SHORT, 7_001), (LONG, 200_000), (CHUNKS, 200_000)],
 )
 def test_rows_in_the_order_of_their_values_are_read_again(label: str, t: int) -> None:
     """A sample of lines says nothing of rows whose lines differ from what is sampled: few candidates, or too many. Rows

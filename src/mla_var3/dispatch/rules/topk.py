@@ -20,8 +20,9 @@ def _near_ctas(problem: TopkProblem, value: float) -> list[TopkProblem]:
 
 #: Logits of a row.
 LOGITS = Quantity("logits of a row", lambda pd: pd.t, lambda pd, value: [pd.replace(t=max(1, round(value)))])
-#: CTAs of clusters that hold all rows: more than a device takes at once are several waves.
 CTAS = Quantity("CTAs that hold all rows", _ctas, _near_ctas)
+#: Up to a row a multiprocessor, clusters of all rows run at once.
+ROWS = Quantity("rows", lambda pd: pd.rows, lambda pd, value: [pd.replace(b=max(1, round(value / pd.s)))])
 
 RULES = (
     Rule(
@@ -32,7 +33,12 @@ RULES = (
     Rule(
         "cute-dsl/topk_v6",
         "clusters hold few long rows, and each CTA finds its candidates by a digit of linear bins",
-        where=(Bound(CTAS, 128),),
+        where=(Bound(CTAS, 32),),
+    ),
+    Rule(
+        "cute-dsl/topk_v7",
+        "clusters of all rows run at once and read them in chunks, and few logits are looked at twice",
+        where=(Bound(ROWS, 132),),
     ),
     Rule("cute-dsl/topk_v3", "rows of any length and number, each read once against a bound from a sample"),
 )

@@ -28,13 +28,14 @@ if TYPE_CHECKING:
 MOST_LOGITS = 256 << 20  # bytes
 SHORT = 32768  # logits of a row that a CTA holds
 LONG = 1 << 19  # that a cluster holds
-CTAS = 128  # that hold all rows, at most, where clusters do
+CTAS = 32  # that hold all rows, at most, where clusters do
+ROWS = 132  # of which clusters run at once
 
 
 @dataclass(frozen=True)
 class IndexerTopkTiling(PartsTiling):
     """logits, topk: the versions. topk = "": as the dispatcher has it, version 5 for rows of up to 32,768 logits,
-    version 6 for few longer ones, else version 3."""
+    version 6 for few longer ones, version 7 for up to 132, else version 3."""
 
     logits: str = "cute-dsl/mqa_logits_v4"
     topk: str = ""
@@ -52,7 +53,9 @@ def chooses_by(rows: int, t: int) -> str:
     if t <= SHORT:
         return "cute-dsl/topk_v5"
     held = t <= LONG and rows * (1 << (-(-t // SHORT) - 1).bit_length()) <= CTAS
-    return "cute-dsl/topk_v6" if held else "cute-dsl/topk_v3"
+    if held:
+        return "cute-dsl/topk_v6"
+    return "cute-dsl/topk_v7" if rows <= ROWS else "cute-dsl/topk_v3"
 
 
 def takes(pd: IndexerTopkProblem) -> Verdict:
@@ -69,7 +72,7 @@ class IndexerTopkPlan(KernelPlan):
     workload = workload.WORKLOAD
     tiling_type = IndexerTopkTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("fp32",), features=("wgmma", "tma", "setmaxnreg"), problem=takes)
-    parts = ("cute-dsl/mqa_logits_v4", "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6")
+    parts = ("cute-dsl/mqa_logits_v4", "cute-dsl/topk_v3", "cute-dsl/topk_v5", "cute-dsl/topk_v6", "cute-dsl/topk_v7")
 
     def default_tiling(self) -> IndexerTopkTiling:
         return IndexerTopkTiling()

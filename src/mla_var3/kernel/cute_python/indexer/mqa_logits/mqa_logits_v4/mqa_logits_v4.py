@@ -894,8 +894,10 @@ class MqaLogitsV4Tiling(Tiling):
         n = tokens * pd.heads
         consumers = self.consumers or (4 if n <= COLUMNS // 4 else 2)
         one = Geometry(pd.heads, s, tokens, consumers, 1, False)
-        # A part's sums end with its products if a thread has several tokens.
-        parts = self.query_parts or (2 if n > COLUMNS // 2 and one.groups > 1 else 1)
+        # A part's sums end with its products if a thread has several tokens. What two parts of 32 heads gain is less
+        # than they cost where logits of contiguous keys are stored in bf16.
+        stored = pd.heads == 32 and pd.dtype == "bf16" and not pd.table
+        parts = self.query_parts or (2 if n > COLUMNS // 2 and one.groups > 1 and not stored else 1)
         turns = self.turns and parts == 1 and n > COLUMNS // 2 and pd.dtype == "fp32"
         return replace(one, query_parts=parts, turns=turns, beyond=self.beyond)
 

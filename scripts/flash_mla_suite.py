@@ -4,7 +4,7 @@
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --seconds 180
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --dense --kernel cute-dsl/flash_mla_mma_v1
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --part 2/4
-    MLA_VAR3_BUNDLES=bundle scripts/flash_mla_suite.py /path/to/FlashMLA/tests --dense --apart
+    MLA_VAR3_BUNDLES=bundle scripts/flash_mla_suite.py /path/to/FlashMLA/tests --done results.jsonl --bundled
     scripts/flash_mla_suite.py /path/to/FlashMLA/tests --count h200      # needs no GPU
 
 The folder is that of a checkout: of revision 9241ae3, whose test has 4,748 cases, or of a later one with the layouts of
@@ -15,15 +15,17 @@ version that computes all cases; without it the one that is picked does.
 
 Cases of one class of code are run one after another in one process, since compiling it takes longer than running them,
 classes with many cases first. Results go to the file of --done, a line a case; cases that it has are left out, so that
-the next run goes on where this one ended. --part N/M leaves all classes but every M-th to other runs. --apart deals out
-single cases, those that take longest first, for runs in which a bundle has all code. Prints how many cases were right,
-wrong or refused, and what the wrong ones were. Exit code: 0 where none was wrong.
+the next run goes on where this one ended. --part N/M leaves all classes but every M-th to other runs. --bundled runs
+what open bundles (MLA_VAR3_BUNDLES) have code for: nothing is compiled then, the cases of a class run in several
+processes at once, and those that take most memory come first. Prints how many cases were right, wrong or refused, and
+what the wrong ones were. Exit code: 0 where none was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import functools
 import importlib.util
 import io
@@ -44,7 +46,8 @@ from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.errors import UserError
 from mla_var3.ops import flash_mla
-from mla_var3.toolchain.aot import code_knobs
+from mla_var3.packed_cache import VALUES
+from mla_var3.toolchain import aot
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.sparse_decode import SparseProblem
 
@@ -55,9 +58,12 @@ KERNEL, DENSE_KERNEL = "cute-dsl/sparse_mla_v2", "cute-dsl/flash_mla_v23"  # wha
 COMPUTE = ("mla_decode", "packed_mla_decode", "sparse_mla_decode")
 LAYOUTS = {"V41_FP8Sparse": "v41", "V41_FP4Sparse": "v41_fp4"}
 RIGHT, WRONG, REFUSED, NO_ROOM = "right", "wrong", "refused", "no room"
-LAST_OF = 25.0  # seconds before the end, from which on no class is begun, which has to be compiled first
-LAST_APART = 3.0  # the same of a case whose code is there
+LAST_OF = 25.0  # seconds before the end, from which on no class is begun, which has to be compiled first;
+LAST_OF_BUNDLED = 5.0  # and which has not
+TOGETHER = 16  # cases of a bundled class that one process runs: with a class a process, the largest would end last
 SHARE = 0.8  # of the GPU's memory, for tensors of cases that run at a time
+#: Pairs of a query token and a cached one that are computed at a time for the expected results of sparse decode.
+PAIRS = 1 << 19
 
 
 # ------------------------------------------------------------------------------------------------ the suite
@@ -123,9 +129,27 @@ def problem_of(case: Any) -> SparseProblem | MlaProblem:
 
 def class_of(problem: SparseProblem | MlaProblem, device: Device | None, kernel: str = "") -> str:
     """Equal for cases that have one compiled kernel."""
+    plan = plan_for(problem, device, kernel)
+    return f"{plan.code_class(plan.problem).key()} {json.dumps(aot.code_knobs(plan.tiling), sort_keys=True)}"
+
+
+def plan_for(problem: SparseProblem | MlaProblem, device: Device | None, kernel: str = "") -> Any:
+    """The plan of a case; where it has more query tokens than the version takes together, that of requests of one."""
     label = kernel or (DENSE_KERNEL if isinstance(problem, MlaProblem) else KERNEL)
     plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, device)
-    return f"{problem.problem_class().key()} {json.dumps(code_knobs(plan.tiling), sort_keys=True)}"
+    if isinstance(problem, SparseProblem) and problem.s > 1 and not plan.feasible():
+        return plan_for(problem.replace(b=problem.b * problem.s, s=1), device, kernel)
+    return plan
+
+
+def is_bundled(problem: SparseProblem | MlaProblem, device: Device, kernel: str = "") -> bool:
+    """Whether open bundles have the code of a case."""
+    plan = plan_for(problem, device, kernel)
+    there = {entry["identity"] for folder in aot.bundle_dirs() for entry in aot.entries_of(folder)}
+    source, made = aot.source_of(plan).hash, plan.plan_empty()
+    names = [stage.name for stage in getattr(made, "stages", ())] or [made.name]
+    keys = [aot.make_key(source, plan.code_class(plan.problem), plan.tiling, device, name) for name in names]
+    return all(key.identity in there for key in keys)
 
 
 def room_of(problem: SparseProblem | MlaProblem) -> int:
@@ -135,11 +159,19 @@ def room_of(problem: SparseProblem | MlaProblem) -> int:
         rows = problem.s * problem.h
         return round(1e9 + longest * (problem.b * problem.h_kv * 576 * 2 * 4 + 4 * problem.h * 576 * 2 + 4 * rows * 4))
     columns, queries = 576 if problem.layout == "v32" else 512, problem.b * problem.s
-    longest = 2.5 if problem.b > 1 else 1.5  # contexts are normal, with half of their mean as the deviation
-    cached = problem.t + problem.extra_t
-    gathered = problem.topk + problem.extra
-    caches = problem.b * longest * cached * columns * 2 * 5
-    return round(1e9 + caches + queries * gathered * (columns + problem.h) * 4 * 3)
+    spread = 2.5 if problem.b > 1 else 1.5  # contexts are normal, with half of their mean as the deviation
+    caches = [(problem.t, problem.page), (problem.extra_t, problem.extra_page or 1)]
+    in_bf16 = [problem.b * max(spread * tokens + 2 * page, 4 * page) * columns * 2 for tokens, page in caches]
+    kept = 1.9 * sum(in_bf16)  # and packed
+    # Of pages one token more is drawn, of heads and columns one and 128 more; in V4.1's test no more than are there.
+    drawn = [2 * (1 + 1 / page) * (1 + 128 / columns) for _, page in caches]
+    if problem.layout == "v41":
+        drawn = [2.0, 2.0]
+    making = max(size * times for size, times in zip(in_bf16, drawn, strict=True))
+    pairs = max(PAIRS, problem.s * (problem.topk + problem.extra))
+    compared = pairs * (10 * columns + 12 * problem.h) + queries * problem.h * VALUES * 50
+    expanded = 4e9 if problem.extra_layout == "v41_fp4" else 0.0  # what e2m1 codes are made from
+    return round(1e9 + kept + max(making, compared) + expanded)
 
 
 def results(suite: Suite, number: int) -> tuple[Any, Any]:
@@ -151,7 +183,34 @@ def results(suite: Suite, number: int) -> tuple[Any, Any]:
     made = suite.lib.generate_testcase_for_decode(case)
     found = suite.lib.run_flash_mla_decode(case, made, flash_mla.get_mla_metadata()[0], None)
     torch.cuda.synchronize()
-    return found, suite.ref.ref_sparse_attn_decode(case, made)
+    return found, expected(suite, case, made)
+
+
+def expected(suite: Suite, case: Any, made: Any) -> tuple[Any, Any]:
+    """(out, lse) of the test's own reference, which is given a few requests at a time: it holds all rows that they
+    attend to, one for each pair of tokens, several times in fp32."""
+    import torch
+
+    def of_requests(thing: Any, first: int, end: int, *names: str) -> Any:
+        found = copy.copy(thing)
+        for name in names:
+            value = getattr(thing, name)
+            setattr(found, name, None if value is None else value[first:end])
+        return found
+
+    b, given = case.decode.b, case.s_q * (case.topk + (case.decode.extra_topk or 0))
+    at_a_time, parts = max(1, PAIRS // given), []
+    for first in range(0, b, at_a_time):
+        end = min(first + at_a_time, b)
+        some, of_some = copy.copy(case), of_requests(made, first, end, "q")
+        some.decode = copy.copy(case.decode)
+        some.decode.b = end - first
+        for name in ("kv_scope", "extra_kv_scope"):
+            if (scope := getattr(made, name)) is not None:
+                setattr(of_some, name, of_requests(scope, first, end, "indices_in_kvcache", "topk_length"))
+        parts.append(suite.ref.ref_sparse_attn_decode(some, of_some))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def dense_results(suite: Suite, number: int) -> tuple[Any, Any]:
@@ -187,11 +246,18 @@ def run_case(suite: Suite, number: int) -> tuple[str, str]:
 
 # ------------------------------------------------------------------------------------------------ processes
 def work(pipe: Connection, folder: Path, dense: bool = False, kernel: str = "") -> None:
-    """A process: asks for classes, and for room for each of their cases, until there are none."""
+    """A process: asks for classes, and for room for their cases, until there are none.
+
+    It keeps the memory that it has for the next case: to give it back and to take it again takes longer than most cases
+    do, and processes wait for each other in the driver meanwhile. It gives it back where a case needs more, or less
+    than half of it, and where others wait for room.
+    """
     import torch
 
     warnings.simplefilter("ignore")  # FlashMLA's way to take slices is deprecated
     suite = Suite.of(folder, dense)
+    if not kernel:
+        registry.get_plan(registry.KernelId.parse(DENSE_KERNEL if dense else KERNEL))  # takes seconds
     for name in COMPUTE if kernel else ():
         setattr(flash_mla, name, functools.partial(getattr(flash_mla, name), kernel=kernel))
     torch.set_num_threads(1)
@@ -199,27 +265,35 @@ def work(pipe: Connection, folder: Path, dense: bool = False, kernel: str = "") 
     torch.set_default_device("cuda:0")
     if not dense:  # as each test has it
         torch.set_float32_matmul_precision("high")
+    torch.ones(1, 64, 64).float().bmm(torch.ones(1, 64, 64).float())  # loads a library, while cases are counted
+    room = 0
     while True:
         pipe.send(("class",))
-        numbers = pipe.recv()
-        if numbers is None:
+        numbers, others_wait = pipe.recv()
+        if not numbers:
             return
+        if others_wait:
+            torch.cuda.empty_cache()
+            room = 0
         for number in numbers:
-            pipe.send(("room", room_of(problem_of(suite.cases[number]))))
-            pipe.recv()
+            needed = room_of(problem_of(suite.cases[number]))
+            if not room / 2 <= needed <= room:
+                torch.cuda.empty_cache()
+                pipe.send(("room", needed))
+                pipe.recv()
+                room = needed
             begun = time.monotonic()
             try:
                 verdict, why = run_case(suite, number)
             except Exception as error:  # the GPU's context may be lost with it: another process goes on
                 pipe.send(("case", number, WRONG, f"{type(error).__name__}: {error}", time.monotonic() - begun))
                 os._exit(1)
-            torch.cuda.empty_cache()
             pipe.send(("case", number, verdict, why, time.monotonic() - begun))
 
 
 @dataclass
 class Worker:
-    """One of them, as the parent sees it. room: bytes it was given."""
+    """One of them, as the parent sees it. room: bytes that it was given and has not given back."""
 
     process: Any
     pipe: Connection
@@ -253,7 +327,7 @@ class Run:
 
     def all(self, processes: int) -> None:
         """Until all classes are run, or time is up."""
-        for _ in range(min(processes, len(self.classes))):
+        for _ in range(min(processes, len(self.classes)) - len(self.workers)):
             self.start()
         while self.workers and (left := self.end - time.monotonic()) > 0:
             for pipe in wait([w.pipe for w in self.workers], timeout=min(left, 1.0)):
@@ -275,12 +349,14 @@ class Run:
             return
         if kind == "class":
             worker.numbers = self.classes.pop() if self.classes and self.end - time.monotonic() > self.last else []
-            worker.pipe.send(list(worker.numbers) or None)
+            others_wait = bool(self.waiting)
+            worker.room = 0 if others_wait else worker.room
+            worker.pipe.send((list(worker.numbers), others_wait))
         elif kind == "room":
+            worker.room = 0
             self.waiting.append((worker, rest[0]))
         else:
             number, verdict, why, seconds = rest
-            worker.room = 0
             worker.numbers.remove(number)
             self.found.append((number, verdict, why))
             line = {"case": number, "verdict": verdict, "why": why, "seconds": round(seconds, 2)}
@@ -302,24 +378,25 @@ class Run:
 
 # ------------------------------------------------------------------------------------------------ command
 def classes_of(
-    cases: list[Any],
-    device: Device | None,
-    part: tuple[int, int],
-    done: set[int],
-    kernel: str = "",
-    apart: bool = False,
-) -> list[list[int]]:
-    """Numbers of cases, a list a class, those with most cases first. apart: a list a case, those that take longest
-    first."""
-    if apart:
-        problems = [problem_of(case) for case in cases]
-        longest = sorted(range(len(cases)), key=lambda i: problems[i].b * problems[i].t * problems[i].h, reverse=True)
-        return [[number] for number in longest[part[0] - 1 :: part[1]] if number not in done]
+    cases: list[Any], device: Device | None, part: tuple[int, int], done: set[int], kernel: str = "",
+    bundled: bool = False,
+) -> list[list[int]]:  # fmt: skip
+    """Numbers of cases, a list a class, those with most cases first. bundled: only of classes that open bundles have,
+    and lists of at most `TOGETHER` cases that need about as much memory, those that need most first."""
     found: dict[str, list[int]] = {}
     for number, case in enumerate(cases):
         found.setdefault(class_of(problem_of(case), device, kernel), []).append(number)
-    ordered = sorted(found.values(), key=len, reverse=True)[part[0] - 1 :: part[1]]
-    left = ([number for number in numbers if number not in done] for numbers in ordered)
+    ordered = sorted(found.values(), key=len, reverse=True)
+    if bundled and device is not None:
+        rooms = [room_of(problem_of(case)) for case in cases]
+        ordered = [
+            sorted(numbers, key=rooms.__getitem__, reverse=True)
+            for numbers in ordered
+            if is_bundled(problem_of(cases[numbers[0]]), device, kernel)
+        ]
+        ordered = [numbers[i : i + TOGETHER] for numbers in ordered for i in range(0, len(numbers), TOGETHER)]
+        ordered.sort(key=lambda numbers: rooms[numbers[0]], reverse=True)
+    left = ([number for number in numbers if number not in done] for numbers in ordered[part[0] - 1 :: part[1]])
     return [numbers for numbers in left if numbers]
 
 
@@ -344,7 +421,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dense", action="store_true", help="the test of dense decode")
     parser.add_argument("--kernel", default="", metavar="LABEL", help="the version that computes all cases")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="N/M: every M-th class, from the N-th on (1/1)")
-    parser.add_argument("--apart", action="store_true", help="deal out single cases: a bundle has all code")
+    parser.add_argument("--bundled", action="store_true", help="only what open bundles have code for")
     parser.add_argument("--seconds", type=float, default=600.0, help="time that the run takes at most (600)")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="at a time")
     parser.add_argument("--memory", type=float, help="GB for what runs at a time (0.8 of what is free)")
@@ -357,17 +434,21 @@ def main(argv: list[str]) -> int:
     device = Device.get(asked.count) if asked.count else Device.detect()
     if device is None:
         parser.error("there is no GPU here: give --count DEVICE to count cases.")
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # of memory that is kept, all fits
+    last = LAST_OF_BUNDLED if asked.bundled else LAST_OF
+    run = Run(asked.tests, asked.done, [], end, 0, asked.dense, asked.kernel, last)
+    for _ in range(0 if asked.count else asked.processes):  # they import what they need while cases are counted
+        run.start()
     suite, before = Suite.of(asked.tests, asked.dense), already(asked.done)
-    classes = classes_of(suite.cases, device, asked.part, set(before), asked.kernel, asked.apart)
-    asked_for = sum(map(len, classes))
-    print(f"{len(suite.cases)} cases, {len(before)} done; {asked_for} in {len(classes)} classes now", flush=True)
+    classes = classes_of(suite.cases, device, asked.part, set(before), asked.kernel, asked.bundled)
+    asked_for, several = sum(map(len, classes)), "lists" if asked.bundled else "classes"
+    print(f"{len(suite.cases)} cases, {len(before)} done; {asked_for} in {len(classes)} {several} now", flush=True)
     if asked.count:
         return 0
     import torch
 
-    memory = round(1e9 * asked.memory if asked.memory else SHARE * torch.cuda.mem_get_info()[0])
-    last = LAST_APART if asked.apart else LAST_OF
-    run = Run(asked.tests, asked.done, classes[::-1], end, memory, asked.dense, asked.kernel, last)
+    run.classes = classes[::-1]
+    run.memory = round(1e9 * asked.memory if asked.memory else SHARE * torch.cuda.mem_get_info()[0])
     run.all(asked.processes)
     verdicts = {**before, **{number: (verdict, why) for number, verdict, why in run.found}}
     counts = Counter(verdict for verdict, _ in verdicts.values())

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,26 +23,33 @@ torch.cuda.synchronize = lambda: None
 
 class Case(types.SimpleNamespace):
     def to_test_param(self):
-        return types.SimpleNamespace(seed=-1)
+        return types.SimpleNamespace(seed=-1, s_q=1, topk=64, decode=types.SimpleNamespace(b=4, extra_topk=None))
 
 def gen_testcase():
     fields = {"h_q": 64, "s_q": 1, "s_kv": 512, "topk": 64, "d_qk": 576, "have_topk_length": False, "extra_topk": None,
               "enable_attn_sink": True, "extra_s_k": None, "extra_block_size": None, "have_extra_topk_length": False}
-    return [Case(b=4, block_size=2 if i < 6 else 61, **fields) for i in range(8)]
+    return [Case(b=4, block_size=64 if i < 6 else 61, **fields) for i in range(8)]
 
 def run(case, made, meta, _):
     if case.seed == 3:
         raise RuntimeError("the context is lost")
     if case.seed == 5:
         raise UserError("no such head.")
-    return case.seed, 0
+    return torch.tensor([case.seed]), torch.tensor([0])
 
 def same(name, found, wanted, **bounds):
-    print("out is", found)
-    return found == wanted
+    print("out is", found.tolist())
+    return torch.equal(found, wanted)
 
-lib = types.SimpleNamespace(generate_testcase_for_decode=lambda case: None, run_flash_mla_decode=run)
-ref = types.SimpleNamespace(ref_sparse_attn_decode=lambda case, made: (0 if case.seed == 4 else case.seed, 0))
+def made(case):
+    scope = types.SimpleNamespace(indices_in_kvcache=torch.arange(4), topk_length=None)
+    return types.SimpleNamespace(q=torch.arange(4), kv_scope=scope, extra_kv_scope=None)
+
+def reference(case, made):
+    return torch.tensor([0 if case.seed == 4 else case.seed]), torch.tensor([0])
+
+lib = types.SimpleNamespace(generate_testcase_for_decode=made, run_flash_mla_decode=run)
+ref = types.SimpleNamespace(ref_sparse_attn_decode=reference)
 kk = types.SimpleNamespace(check_is_allclose=same)
 """
 
@@ -101,10 +109,6 @@ def test_a_run_goes_on_where_the_one_before_ended(suite: Any, tmp_path: Path) ->
     classes = suite.classes_of(made.cases, device, (1, 1), set(before))
     assert classes == [[1, 2, 3, 4, 5], [6, 7]]
     assert [suite.classes_of(made.cases, device, (n, 2), set()) for n in (1, 2)] == [[[*range(6)]], [[6, 7]]]
-    assert suite.classes_of(made.cases, device, (2, 3), {4}, apart=True) == [[1], [7]]
-    made.cases[5].s_kv = 4096
-    assert suite.classes_of(made.cases, device, (1, 3), set(), apart=True) == [[5], [2], [6]]
-    made.cases[5].s_kv = 512
     done.write_text("")
     # No two cases at a time have room, and one that has too little gets it alone.
     run = suite.Run(tmp_path, done, classes[::-1], time.monotonic() + 120, 1)
@@ -113,12 +117,64 @@ def test_a_run_goes_on_where_the_one_before_ended(suite: Any, tmp_path: Path) ->
     assert verdicts == {
         **dict.fromkeys((1, 2, 6, 7), ("right", "")),
         3: ("wrong", "RuntimeError: the context is lost"),
-        4: ("wrong", "out is 4 out is 0"),
+        4: ("wrong", "out is [4] out is [0]"),
         5: ("refused", "no such head."),
     }
     lines = [json.loads(line) for line in done.read_text().splitlines()]
     assert {line["case"]: (line["verdict"], line["why"]) for line in lines} == verdicts
     assert not any(each.process.is_alive() for each in run.workers)
+
+
+def test_bundled_classes_are_cut_into_lists(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal classes of code have their cases run in several processes, and what would be compiled is left out."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    (tmp_path / suite.FILES[0]).write_text(TEST, encoding="utf-8")
+    made, device, aot = suite.Suite.of(tmp_path), suite.Device.get("h200"), suite.aot
+    assert suite.classes_of(made.cases, device, (1, 1), set(), bundled=True) == []
+    plan = suite.registry.get_plan(suite.registry.KernelId.parse(suite.KERNEL))
+    plan = plan(suite.problem_of(made.cases[0]), None, device)
+    code_class, source = plan.code_class(plan.problem), aot.source_of(plan).hash
+    key = aot.make_key(source, code_class, plan.tiling, device, "sparse_mla_v2")
+    monkeypatch.setattr(aot, "bundle_dirs", lambda: [tmp_path])
+    monkeypatch.setattr(aot, "entries_of", lambda folder: [{"identity": key.identity}])
+    monkeypatch.setattr(suite, "TOGETHER", 4)
+    assert suite.classes_of(made.cases, device, (1, 1), set(), bundled=True) == [[0, 1, 2, 3], [4, 5]]
+    assert suite.classes_of(made.cases, device, (2, 2), {5}, bundled=True) == [[4]]
+    made.cases[5].s_kv = 4096  # needs more memory
+    assert suite.classes_of(made.cases, device, (1, 1), set(), bundled=True) == [[5, 0, 1, 2], [3, 4]]
+    # More query tokens than the version takes together are requests of their own.
+    many = plan.problem.replace(s=4096)
+    assert suite.class_of(many, device) == suite.class_of(many.replace(b=4 * 4096, s=1), device)
+
+
+def test_expected_results_are_those_of_a_few_requests_at_a_time(suite: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    asked = []
+
+    def reference(case: Any, made: Any) -> Any:
+        scopes = [made.kv_scope, *([made.extra_kv_scope] if made.extra_kv_scope else [])]
+        sizes = {len(each.indices_in_kvcache) for each in scopes} | {len(made.q), case.decode.b}
+        sizes |= {len(each.topk_length) for each in scopes if each.topk_length is not None}
+        asked.append(sizes)
+        gathered = sum(each.cache[each.indices_in_kvcache].sum(-1) for each in scopes)
+        return made.q * gathered, made.q
+
+    def scope(length: Any) -> Any:
+        indices = torch.arange(10).view(5, 2)
+        return SimpleNamespace(cache=torch.arange(10.0) ** 2, indices_in_kvcache=indices, topk_length=length)
+
+    made = SimpleNamespace(q=torch.arange(5.0), kv_scope=scope(None), extra_kv_scope=scope(torch.arange(5)))
+    case = SimpleNamespace(s_q=3, topk=2, decode=SimpleNamespace(b=5, extra_topk=2))
+    whole = reference(case, made)
+    monkeypatch.setattr(suite, "PAIRS", 2 * 3 * 4)
+    made_of = SimpleNamespace(ref=SimpleNamespace(ref_sparse_attn_decode=reference))
+    for found, wanted in zip(suite.expected(made_of, case, made), whole, strict=True):
+        assert torch.equal(found, wanted)
+    assert asked == [{5}, {2}, {2}, {1}] and case.decode.b == 5
+    monkeypatch.setattr(suite, "PAIRS", 1)
+    suite.expected(made_of, case, made)
+    assert asked[4:] == [{1}] * 5
 
 
 def test_dense_cases_run_with_the_version_that_is_named(

@@ -4,6 +4,7 @@ torch version computes."""
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +226,37 @@ def test_a_query_whose_rows_are_not_16_bytes_apart_is_copied() -> None:
     wide[..., :576] = given["q"]
     sparse_mla_decode(**{**given, "q": wide[..., :576]}, kernel=SPARSE, on=engine)
     assert torch.equal(engine.given["q"], given["q"]) and engine.given["q"].is_contiguous()
+
+
+def test_calls_whose_pages_differ_share_code_and_are_planned_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is kept for the shapes that it was planned for, and is launched on the tensors of the call."""
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    from mla_var3.toolchain import aot
+
+    classes: list[str] = []
+    launched: list[dict[int, Any]] = []
+
+    def launch(*arguments: Any) -> None:
+        launched.append({x.data_ptr(): x.shape for x in arguments if isinstance(x, torch.Tensor)})
+
+    def compiled_host(plan: Any, name: str, compile_fn: Any, **_: Any) -> Any:
+        classes.append(plan.code_class(plan.problem).key())
+        return SimpleNamespace(handle=launch)
+
+    monkeypatch.setattr(aot, "compiled_host", compiled_host)
+    engine, kept = CpuEngine(), []
+    # The last three have as many tokens in as many bytes.
+    for page, pages in ((61, 6), (53, 6), (61, 6), (64, 6), (53, 6), (2, 6), (3, 4), (6, 2)):
+        problem = SparseProblem(b=2, s=1, h=16, t=page * pages // 2, topk=40, page=page)
+        given = call_of(problem)
+        kept.append(given)  # freed memory could come back under the same address
+        assert given["kv_cache"].shape[:2] == (pages, page)
+        sparse_mla_decode(**given, kernel="cute-dsl/sparse_mla_v2", on=engine)
+        assert launched[-1][given["kv_cache"].data_ptr()] == (pages, page, 656)
+        assert given["indices"].data_ptr() in launched[-1]
+    assert engine.planned == len(classes) == 6
+    assert sorted(set(classes)) == ["sparse_v32_s1_h16_pg64_x0", "sparse_v32_s1_h16_pgany_x0"]
+    assert len(launched) == 8
 
 
 @pytest.mark.parametrize("name", ["v32_lengths", "v4", "flat", "bf16", "v41_fp4", "v41_planar"])

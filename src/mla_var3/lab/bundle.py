@@ -56,7 +56,7 @@ _NEEDS = {
 class BundleJob:
     """Host functions that share code. kernel: a registered label, or `module:PlanClass`. folder: where entries go.
 
-    points: (problem, tiling) records of one problem class and of tilings that the code does not tell apart. Sizes and
+    points: (problem, tiling) records of one code class and of tilings that the code does not tell apart. Sizes and
     launch knobs decide which stages a pipeline has, so all of them are planned. checked: points that nobody asked for,
     but that the check of the others plans: other batches and lengths, hence other splits and perhaps another combine.
     """
@@ -71,7 +71,7 @@ class BundleJob:
     def label(self) -> str:
         problem, tiling = (*self.points, *self.checked)[0]
         knobs = ", ".join(f"{k}={v}" for k, v in tiling.items())
-        return f"{self.kernel} {problem_from_record(problem).problem_class().key()} {knobs}".strip()
+        return f"{self.kernel} {plan_of(self.kernel).code_class(problem_from_record(problem)).key()} {knobs}".strip()
 
 
 # ---------------------------------------------------------------- making
@@ -121,14 +121,10 @@ def add(
     folder: Path,
 ) -> set[tuple[str, str, str]]:
     """Adds a point, and what its check plans, to the jobs of `groups`; returns the keys of those that it needs."""
-    touched = set()
-
-    def group(of: Tiling) -> tuple[str, str, str]:
-        return kernel, problem.problem_class().key(), json.dumps(aot.code_knobs(of), sort_keys=True, default=str)
-
-    job = groups.get(group(tiling)) or BundleJob(kernel, (), device.key, str(folder))
-    groups[group(tiling)] = replace(job, points=(*job.points, (problem.to_record(), tiling.to_record())))
-    touched.add(group(tiling))
+    key = _code(kernel, problem, tiling)
+    job = groups.get(key) or BundleJob(kernel, (), device.key, str(folder))
+    groups[key] = replace(job, points=(*job.points, (problem.to_record(), tiling.to_record())))
+    touched = {key}
     workload = plan_of(kernel).workload
     cases = workload.case_problems(problem)[1:]
     bound = [workload.as_bound(case) for case in cases]  # the check plans some cases and binds the others
@@ -137,12 +133,19 @@ def add(
             continue  # the check leaves it out
         # As the check does where a case does not allow the tiling.
         taken = tiling if tiling.validate(other, device) else plan_of(kernel)(other, None, device).tiling
-        job = groups.get(group(taken)) or BundleJob(kernel, (), device.key, str(folder))
-        touched.add(group(taken))
+        key = _code(kernel, problem, taken)
+        job = groups.get(key) or BundleJob(kernel, (), device.key, str(folder))
+        touched.add(key)
         point = (other.to_record(), taken.to_record())
         if point not in job.checked:
-            groups[group(taken)] = replace(job, checked=(*job.checked, point))
+            groups[key] = replace(job, checked=(*job.checked, point))
     return touched
+
+
+def _code(kernel: str, problem: Problem, tiling: Tiling) -> tuple[str, str, str]:
+    """Equal for points of one code class and of tilings that the code does not tell apart."""
+    code_class = plan_of(kernel).code_class(problem)
+    return kernel, code_class.key(), json.dumps(aot.code_knobs(tiling), sort_keys=True, default=str)
 
 
 def _tilings(
@@ -213,14 +216,14 @@ def run_bundle_job(job: BundleJob) -> list[dict[str, Any]]:
         for stage in _host_functions(plan.plan_empty()):
             # A stage of another version is that version's code, whoever calls it.
             owner = plan if stage.plan is None else stage.plan
-            of = (job.kernel, problem) if type(owner) is plan_type else (registry.label_of(owner), owner.problem)
+            label = job.kernel if type(owner) is plan_type else registry.label_of(owner)
             before = len(plan.compiled.entries)
             aot.compiled_host(owner, stage.name, stage.compile_fn, tiling=stage.tiling, device=device)
             for entry in plan.compiled.entries[before:]:
-                named = {"kernel": of[0], "problem_class": _class_record(of[1]), "problems": []}
+                named = {"kernel": label, "problem_class": _class_record(owner), "problems": []}
                 noted = entries.setdefault(entry["key"], {**named, **entry})
                 if (record, knobs) in job.points:
-                    noted["problems"] = sorted({*noted["problems"], of[1].label})
+                    noted["problems"] = sorted({*noted["problems"], owner.problem.label})
     return list(entries.values())
 
 
@@ -234,8 +237,8 @@ def _host_functions(kernel: BaseKernel) -> list[Any]:
     return [kernel]
 
 
-def _class_record(problem: Problem) -> dict[str, Any]:
-    return dict(vars(problem.problem_class()))
+def _class_record(plan: Any) -> dict[str, Any]:
+    return dict(vars(plan.code_class(plan.problem)))
 
 
 def _make(
@@ -394,7 +397,7 @@ def make_served(
                 why = f"{label} computes it, which is not of {LANGUAGE}"
                 refused.setdefault((of.workload, label), []).append((of.label, why))
                 continue
-            key = label, of.problem_class().key(), json.dumps(aot.code_knobs(plan.tiling), sort_keys=True, default=str)
+            key = _code(label, of, plan.tiling)
             job = groups.get(key) or BundleJob(label, (), device.key, str(Path(folder) / "objects"))
             point = of.to_record(), plan.tiling.to_record()
             if point not in job.points:

@@ -346,7 +346,7 @@ class Engine:
         arch = None if hardware is None else hardware.arch
         with self._lock:
             cache = Noted() if way.any_size else CompileCache()
-            plan.compiled = self._compiled.setdefault((way.key, problem.problem_class(), arch), cache)
+            plan.compiled = self._compiled.setdefault((way.key, plan.code_class(problem), arch), cache)
         plan.late_tensors = True
         # Tensors made in inference mode could not be pointed elsewhere outside of it.
         with torch.inference_mode(False), torch.no_grad():

@@ -89,6 +89,12 @@ class KernelPlan(ABC):
         """A kernel without tensors: it compiles and reports its roofline, and cannot be called."""
 
     # ------------------------------------------------------------ given
+    @classmethod
+    def code_class(cls, problem: Any) -> Any:
+        """What the version's code is specialised on, beside a tiling's `code_knobs`: the problem class, but for a
+        version that has one piece of code for several of them."""
+        return problem.problem_class()
+
     def prepare_inputs(self, device: str = "cuda", **options: Any) -> tuple[Any, ...]:
         """Fresh random inputs of the problem; the workload's `make_inputs` has the options."""
         return self.workload.make_inputs(self.problem, device, **options)

@@ -157,6 +157,8 @@ class Planned(Protocol):
     device: Device | None
     compiled: CompileCache
 
+    def code_class(self, problem: Any) -> Any: ...
+
 
 def compiled_host(
     plan: Planned,
@@ -170,8 +172,8 @@ def compiled_host(
     """The host function `name` of a plan, loaded: `.handle(*arguments)` launches it. Compiled only if nobody has.
 
     compile_fn(tiling, device): compiles it, as `CuteKernel` takes it. Within a plan a name stands for one piece of
-    code for a problem class and a tiling's `code_knobs`: where something else decides (a constant made of b or t),
-    put it into the name. tiling, device: the plan's unless given; without any device it is the GPU here.
+    code for its `code_class` and a tiling's `code_knobs`: where something else decides (a constant made of b or t), put
+    it into the name. tiling, device: the plan's unless given; without any device it is the GPU here.
     """
     from mla_var3.device import Device
 
@@ -179,11 +181,12 @@ def compiled_host(
     if device is None:
         raise UserError(f"{name} was planned for no device, and there is no GPU here: give the plan a device.")
     tiling = plan.tiling if tiling is None else tiling
-    memo = ("host", name, plan.problem.problem_class(), tuple(code_knobs(tiling).items()), device.arch, options)
+    code_class = plan.code_class(plan.problem)
+    memo = ("host", name, code_class, tuple(code_knobs(tiling).items()), device.arch, options)
     if memo not in plan.compiled or plan.compiled.making:
         plan.compiled[memo] = load_or_compile(
             source_of(plan),
-            plan.problem.problem_class(),
+            code_class,
             tiling,
             device,
             name,

@@ -113,7 +113,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SparseClass:
-    """What a compiled kernel is specialised on: everything of a problem but b, t, and how many indices there are."""
+    """What a compiled kernel is specialised on: everything of a problem but b, t, and how many indices there are. A
+    version whose code serves pages of any size has a negative number in place of theirs (`KernelPlan.code_class`)."""
 
     s: int
     h: int
@@ -134,7 +135,8 @@ class SparseClass:
         more += f"_{self.extra_layout}" if self.extra_layout else ""
         more += "_outapart" if self.strided_out else ""
         kind = "dense" if self.paged else "sparse"
-        return f"{kind}_{self.layout}_s{self.s}_h{self.h}_pg{self.page}_x{self.extra_page}{more}"
+        page, extra_page = ("any" if page < 0 else page for page in (self.page, self.extra_page))
+        return f"{kind}_{self.layout}_s{self.s}_h{self.h}_pg{page}_x{extra_page}{more}"
 
 
 #: How many cached tokens requests have, by the name that `SparseProblem.contexts` begins with.

@@ -85,7 +85,8 @@ def compile_here(jobs: Sequence[StoredJob], workers: int | None = None) -> list[
 def _sharing(point: Point) -> Any:
     """What makes two points the same code: with and without a combine it is another, and with rows of another length
     may be; sizes that are arguments of the launch change none."""
-    return (point.kernel, point.problem.problem_class(), point.tiling, point.device.key, _functions(point))
+    code_class = registry.get_plan(point.kernel).code_class(point.problem)
+    return (point.kernel, code_class, point.tiling, point.device.key, _functions(point))
 
 
 def _functions(point: Point) -> Any:

@@ -57,6 +57,8 @@ a tile are -inf. Against version 1:
 - With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
   (`Geometry.p_in_rows`), which makes room for a fourth tile.
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
+- Tokens of a page are a constant of the code where engines have such pages (`CONSTANT_PAGES`). One piece of code serves
+  all others: an index is divided by a multiplier that the host function makes of the cache's shape.
 """
 
 from __future__ import annotations
@@ -129,6 +131,9 @@ PANEL_WORDS = PANEL // 2  # of a row of results, in a panel
 QUERY_EXPONENT = 14  # of the largest element of a query tile in fp16
 # A row's last token is looked for where splits of full rows have so many tiles, and workers so few splits.
 LEAST_TILES, SPANS = 8, 64
+# Tokens of a page that are a constant of the code, where those of all caches are among them: what engines and records
+# have. ANY_PAGE stands in place of others, which are read at the call.
+CONSTANT_PAGES, ANY_PAGE = (1, 16, 32, 64, 128, 256), -1
 LOOKED_AT = 16  # tiles that a warp looks at together
 MANY = 64  # query tokens, from which on looking costs full rows nothing
 
@@ -150,9 +155,9 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, those of a query tile (n), query tokens, the caches' layout, tokens of
-    their pages (extra_page: 0 where there is no extra cache), which optional inputs there are, whether a page table
-    stands in place of indices, whether out has strides, and whether a row's last token is looked for (shortens), which
-    is where nobody says it."""
+    their pages (or `ANY_PAGE`; extra_page: 0 where there is no extra cache), which optional inputs there are, whether a
+    page table stands in place of indices, whether out has strides, and whether a row's last token is looked for
+    (shortens), which is where nobody says it."""
 
     h: int
     n: int
@@ -409,6 +414,12 @@ class Cache(NamedTuple):
     tokens: cute.Tensor  # (pages, page, bytes of a token) uint8, global memory; pages apart
     indices: cute.Tensor  # (b, s, topk) int32, global memory; or the page table, (b, width)
     lengths: cute.Tensor | None  # (b,) int32, global memory: indices that count; or cached tokens
+    divisor: cute.FastDivmodDivisorV2 | None  # tokens of a page, where they are no constant
+
+    @property
+    def page(self) -> Any:
+        """Tokens of a page, to divide by numbers that are not negative."""
+        return self.tokens.shape[1] if self.divisor is None else self.divisor
 
 
 @cute.jit
@@ -472,7 +483,7 @@ def read_row(caches: cutlass.Constexpr, place: Progress, token: Int32, row: Int3
     first = number * TOKENS
     if cutlass.const_expr(geometry.paged):
         # Entries behind a request's last token are not read.
-        at = cutlass.max(cutlass.min(first + row, cutlass.select_(there, count, Int32(0)) - 1), 0) // geometry.page
+        at = cutlass.max(cutlass.min(first + row, cutlass.select_(there, count, Int32(0)) - 1), 0) // caches[0].page
     else:
         # What counts is asked later (`named`), so that this load waits for no length.
         at = cutlass.min(first + row, width - 1)
@@ -488,7 +499,7 @@ def named(found: Row, caches: cutlass.Constexpr, row: Int32, geometry: cutlass.C
         extra = caches[1].tokens.shape[0] * caches[1].tokens.shape[1]
         most = cutlass.select_(found.is_extra, extra, most)
     if cutlass.const_expr(geometry.paged):
-        index = index * geometry.page + (found.first + row) % geometry.page
+        index = index * caches[0].tokens.shape[1] + (found.first + row) % caches[0].page
     is_token = (row < found.left) & (index >= 0) & (index < most)
     index = cutlass.select_(is_token, index, Int32(-1))
     return Row(index, found.is_extra, found.left, found.there, found.first, found.request, found.asks)
@@ -617,30 +628,30 @@ def next_place(
 def page_address(cache: Cache, index: Int32) -> Int64:
     """Where the page of a cached token begins."""
     tokens = cache.tokens
-    return tokens.iterator.toint() + Int64(index // tokens.shape[1]) * tokens.stride[0]
+    return tokens.iterator.toint() + Int64(index // cache.page) * tokens.stride[0]
 
 
 def row_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
     """Where a cached token's row begins."""
-    return page_address(cache, index) + index % cache.tokens.shape[1] * geometry.row_bytes
+    return page_address(cache, index) + index % cache.page * geometry.row_bytes
 
 
 def scale_address(cache: Cache, index: Int32, geometry: Geometry) -> Int64:
     """Where a cached token's scales begin in v4: behind the rows of its page."""
     page, each = cache.tokens.shape[1], geometry.cache.scales + geometry.cache.padding
-    return page_address(cache, index) + page * geometry.row_bytes + index % page * each
+    return page_address(cache, index) + page * geometry.row_bytes + index % cache.page * each
 
 
 def codes_address(cache: Cache, index: Int32, layout: Any) -> Int64:
     """Where a cached token's codes begin in a layout of V4.1."""
     each = layout.code_bytes if layout.planar else layout.token_bytes
-    return page_address(cache, index) + index % cache.tokens.shape[1] * each
+    return page_address(cache, index) + index % cache.page * each
 
 
 def scales_address(cache: Cache, index: Int32, layout: Any) -> Int64:
     """Where its scales do in a planar one: behind the codes of its page."""
     page = cache.tokens.shape[1]
-    return page_address(cache, index) + page * layout.code_bytes + index % page * layout.scales
+    return page_address(cache, index) + page * layout.code_bytes + index % cache.page * layout.scales
 
 
 def of_either(found: Row, of_main: Any, of_extra: Any, geometry: Geometry) -> Any:
@@ -2286,6 +2297,11 @@ def make_query_tma(q: cute.Tensor, heads: int) -> tuple[Any, cute.Tensor]:
     return cpasync.make_tiled_tma_atom(load, cute.make_tensor(q.iterator, view), layout, (heads, PANEL), 1)
 
 
+def divisor_of(cache: cute.Tensor, geometry: Geometry) -> cute.FastDivmodDivisorV2 | None:
+    """`Cache.divisor`."""
+    return cute.fast_divmod_create_divisor_v2(cache.shape[1]) if geometry.page == ANY_PAGE else None
+
+
 @cute.jit
 def launch_sparse_mla_v2(
     q: cute.Tensor,  # (b, s, h, columns) bf16, columns contiguous
@@ -2311,16 +2327,16 @@ def launch_sparse_mla_v2(
 ):
     """Launches a CTA for each query tile and worker, as a programmatic dependent."""
     b, s, h = q.shape[0], geometry.s, geometry.h
-    caches = (Cache(cache, indices, cache_lengths),)
-    if cutlass.const_expr(geometry.extra_page > 0):
-        caches = (*caches, Cache(extra_cache, extra_indices, extra_lengths))
+    caches = (Cache(cache, indices, cache_lengths, divisor_of(cache, geometry)),)
+    if cutlass.const_expr(geometry.extra_page != 0):
+        caches = (*caches, Cache(extra_cache, extra_indices, extra_lengths, divisor_of(extra_cache, geometry)))
     tokens = Int32(0)
     if cutlass.const_expr(geometry.paged):
-        tokens = indices.shape[1] * geometry.page
+        tokens = indices.shape[1] * cache.shape[1]
     else:
         for each in caches:
             tokens = tokens + scheduler.ceil_div(each.indices.shape[2], TOKENS) * TOKENS
-    if cutlass.const_expr(geometry.extra_page > 0 and (geometry.lengths or geometry.extra_lengths)):
+    if cutlass.const_expr(geometry.extra_page != 0 and (geometry.lengths or geometry.extra_lengths)):
         add_lengths(lengths, caches, geometry).launch(
             grid=(1, 1, 1), block=(CONSUMER_THREADS, 1, 1), stream=stream, use_pdl=True
         )
@@ -2367,6 +2383,13 @@ def takes(pd: SparseProblem) -> Verdict:
     return Verdict.yes()
 
 
+def pages_of(pd: SparseProblem) -> tuple[int, int]:
+    """Tokens of a page of the cache and of the extra one, as code is made for them."""
+    if {pd.page, pd.extra_page} <= {0, *CONSTANT_PAGES}:
+        return pd.page, pd.extra_page
+    return ANY_PAGE, ANY_PAGE if pd.extra else 0
+
+
 @dataclass(frozen=True)
 class SparseMlaV2Tiling(Tiling):
     """heads: of a query tile, a multiple of 8 up to 64; 0: the least with which there are as few query tiles as with
@@ -2386,8 +2409,9 @@ class SparseMlaV2Tiling(Tiling):
         """What the code is made for."""
         each = -(-pd.h // -(-pd.h // HEADS[-1]))  # heads of a query tile, if all have as many
         n = self.heads or next(n for n in HEADS if n >= each)
+        page, extra_page = pages_of(pd)
         return Geometry(
-            pd.h, n, pd.s, pd.layout, pd.page, pd.extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
+            pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
             pd.extra_layout, pd.strided_out, self.shortens,
         )  # fmt: skip
 
@@ -2419,7 +2443,7 @@ class SparseMlaV2Tiling(Tiling):
 
 
 class SparseMlaV2Plan(KernelPlan):
-    """One compiled kernel a problem class; b, numbers of tokens and indices, workers and split_tokens are arguments."""
+    """One compiled kernel a `code_class`; b, numbers of tokens and indices, workers and split_tokens are arguments."""
 
     workload = sparse_decode.WORKLOAD
     tiling_type = SparseMlaV2Tiling
@@ -2436,6 +2460,11 @@ class SparseMlaV2Plan(KernelPlan):
         options=("no_rope", "paged", "strided", "strided_out", "v41"),
     )
     reads_any_strides = True
+
+    @classmethod
+    def code_class(cls, problem: SparseProblem) -> Any:
+        page, extra_page = pages_of(problem)
+        return replace(problem.problem_class(), page=page, extra_page=extra_page)
 
     def default_tiling(self) -> Tiling:
         """Fewer heads a tile where query tiles of all heads would leave most multiprocessors with a KV tile or none:
@@ -2498,7 +2527,9 @@ class SparseMlaV2Plan(KernelPlan):
 
         def cache(page: int, layout: Any) -> Any:
             row, apart = layout.token_bytes, cute.sym_int64(divisibility=16)
-            return make_fake_tensor(Uint8, (*host.symbols(1), page, row), (apart, row, 1), assumed_align=16)
+            pages, of_page = host.symbols(2)
+            shape = pages, of_page if page == ANY_PAGE else page, row
+            return make_fake_tensor(Uint8, shape, (apart, row, 1), assumed_align=16)
 
         def indices(b: Any) -> Any:
             shape = (b,) if pd.paged else (b, pd.s)
@@ -2509,10 +2540,10 @@ class SparseMlaV2Plan(KernelPlan):
             extra = pd.extra > 0
             return (
                 decode_host.fake_apart(kind, b, pd.s, pd.h, pd.columns),
-                cache(pd.page, geometry.cache),
+                cache(geometry.page, geometry.cache),
                 indices(b),
                 host.fake(Int32, b, align=4) if pd.lengths or pd.paged else None,
-                cache(pd.extra_page, geometry.extra) if extra else None,
+                cache(geometry.extra_page, geometry.extra) if extra else None,
                 indices(b) if extra else None,
                 host.fake(Int32, b, align=4) if pd.extra_lengths else None,
                 host.fake(Int32, b, align=4),

@@ -59,7 +59,8 @@ ROWS: dict[str, list[Cell]] = {
     "128 + 64": widths((128, 64)),
     "384 + 64": widths((384, 64)),
     "128 + 32": widths((128, 32)),
-    "512 + 48, 128 + 0": widths((512, 48), (128, 0)),
+    "512 + 48": widths((512, 48)),
+    "128 + 0": widths((128, 0)),
     "other powers of two, 16 to 512": widths((16, 16), (64, 64), (128, 128), (256, 128), (512, 128), (512, 512)),
     "other widths": widths((500, 64), (512, 40), (128, 8), (64, 0)),
     "up to 16 query rows of a cache (s · h / h_kv)": here({"h": 1}, {"h": 3}, {"h": 16}, {"h": 4, "s": 4}),
@@ -73,7 +74,8 @@ ROWS: dict[str, list[Cell]] = {
     "bf16, fp16": here({"dtype": "bf16"}, {"dtype": "fp16"}),
     "fp32": here({"dtype": "fp32"}),
     "Hopper (sm_90a)": [({"h": 16}, key) for key in ("h100", "h800", "h200", "h20")],
-    "other GPUs from sm_80 on": [({"h": h}, key) for h in (16, 128) for key in ("a100", "rtx4090", "rtx5090", "b200")],
+    "Ampere and Ada (sm_80, sm_86, sm_89)": [({"h": h}, key) for h in (16, 128) for key in ("a100", "a40", "rtx4090")],
+    "Blackwell (sm_100a, sm_120a)": [({"h": h}, key) for h in (16, 128) for key in ("rtx5090", "b200")],
 }
 
 

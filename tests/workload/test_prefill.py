@@ -319,7 +319,7 @@ def test_the_bound_of_a_row_depends_on_columns_below_128_alone() -> None:
     assert [of_row(columns) for columns in (128, 192, 256, 512)] == [5e-6] * 4
     assert of_row(64) == pytest.approx(7.2e-6, rel=5e-3) and of_row(96) == pytest.approx(5.7e-6, rel=1e-2)
     for dist in ("normal", "nan", "extremes", "neighbours"):
-        assert bounds(dist) == decode.bounds_for(dist) and bounds(dist)["out"].of_row(64) == 1.02e-5
+        assert bounds(dist) == decode.bounds_for(dist) and bounds(dist)["out"].of_row(64) == 1.1e-5
     for other in ("decode", "mixed", "sparse_decode", "chunked_prefill", "rope", "norm", "merge", "gemm"):
         assert workloads.get(other).bounds("flashmla")[workloads.get(other).outputs[0].name].row_mean == 0.0
 

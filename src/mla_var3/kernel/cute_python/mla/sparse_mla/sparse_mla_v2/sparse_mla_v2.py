@@ -172,6 +172,13 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
+    ends_late: bool = False
+
+    @property
+    def late(self) -> bool:
+        """Whether products with the other consumer's P run until an own tile's maximum is looked for: where P lies in
+        its tile."""
+        return self.ends_late and self.p_in_rows
 
     @property
     def cache(self) -> Any:
@@ -1647,8 +1654,8 @@ class Consumer:
         return self.load_factors(stage, panel, half)
 
     def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
-        """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
-        `begin_values` and `begin_factors`."""
+        """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile, but of OTHER where
+        `Geometry.late` (`end_other`). found, factors: of `begin_values` and `begin_factors`."""
         parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
         for i, (panel, half) in enumerate(parts):
             if i + AHEAD < len(parts):
@@ -1659,19 +1666,32 @@ class Consumer:
             issue(self.mma_o, self.acc_o[panel], values, p[copy], 2 * half)
             if i > 0:
                 warpgroup.wait_group(1)
+        if geometry.late and maker == OTHER:
+            return
         if geometry.p_in_rows:
             warpgroup.wait_group(0)  # P lies in the tile
         warp_arrive(self.empty + stage)
         warpgroup.wait_group(0)
 
+    @cute.jit
+    def end_other(self, stage: Int32, runs: Boolean):
+        """Where `Geometry.late`: waits for the products of a tile of the other one, if they run, and frees it."""
+        if cutlass.const_expr(self.geometry.late):
+            warpgroup.wait_group(0)
+            if runs:
+                warp_arrive(self.empty + stage)
+
     # -------------------------------------------------------------------------------------------- tiles
     @cute.jit
-    def own_tile(self, stage: Int32):
-        """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product."""
+    def own_tile(self, stage: Int32, other: Int32, other_runs: Boolean):
+        """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product. other: the stage of the
+        tile before, whose products may run until here (other_runs)."""
         geometry = self.geometry
         row_max = cute.make_rmem_tensor(geometry.n // 4, Float32)
         self.read_max(row_max)
-        if self.exceeds(row_max):
+        moves = self.exceeds(row_max)
+        self.end_other(other, other_runs)
+        if moves:
             self.move_max(row_max)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
@@ -1738,7 +1758,9 @@ class Consumer:
             if tile > first:
                 self.other_tile(stage, phase)
             if tile < end:
-                self.own_tile(own)
+                self.own_tile(own, stage, tile > first)
+            else:
+                self.end_other(stage, tile > first)
             stage, phase = stage_at(own, own_phase, 1, stages)
             own, own_phase = stage_at(stage, phase, 1, stages)
         # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN has,
@@ -2404,6 +2426,7 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
+    ends_late: bool = False
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2412,7 +2435,7 @@ class SparseMlaV2Tiling(Tiling):
         page, extra_page = pages_of(pd)
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens,
+            pd.extra_layout, pd.strided_out, self.shortens, self.ends_late,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

@@ -420,6 +420,20 @@ def test_a_plan_can_widen_the_bounds_on_cosine_differences_alone():
     assert wider == {**NORMAL, "out": replace(out, cos=out.cos + 2.5e-6, row_cos=out.row_cos + 2.5e-6)}
 
 
+def test_a_library_that_sums_rounded_weights_says_so():
+    class Rounded(Honest):
+        def store(self, out, lse, values, e):
+            super().store(out, lse, values, e + 1.9e-3)
+
+    class Allowed(Rounded):
+        lse_slack = 2e-3
+
+    report = check(Rounded, PLAIN, device="cpu", cases=("own",), seeds=(5,))
+    assert not report.ok and "lse" in report.reason
+    assert check(Allowed, PLAIN, device="cpu", cases=("own",), seeds=(5,)).ok
+    assert bounds_of(Allowed, "normal")["out"] == NORMAL["out"]
+
+
 MUTANTS = {
     DroppedFirstToken: PLAIN, DroppedLastToken: PLAIN, ExtraToken: PLAIN, ExtraZeroToken: PLAIN, ZeroMask: PLAIN,
     NanPadding: PLAIN, WrongScale: PLAIN, CausalOffByOne: CAUSAL, CausalTopLeft: CAUSAL, NotCausal: CAUSAL,

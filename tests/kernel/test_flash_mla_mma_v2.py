@@ -17,7 +17,7 @@ pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
 
 KERNEL = registry.KernelId.parse("cute-dsl/flash_mla_mma_v2")
 WIDTHS = ((512, 64), (512, 0), (512, 48), (256, 64), (256, 32), (256, 0))
-TILES = {"h200": (32, 4), "a100": (16, 6), "rtx4090": (16, 3), "a40": (16, 3)}
+TILES = {"h200": (32, 4), "a100": (32, 3), "rtx4090": (16, 3), "a40": (16, 3)}
 
 
 def geometries() -> list[Any]:
@@ -80,7 +80,7 @@ def test_warps_share_out_all_columns_and_all_panels() -> None:
         last = max(way + g.ways * (g.copies - 2) for way in range(g.ways))
         assert (last + 1) * 64 <= g.k + g.p
         # There is a place between the products for each copy but the last.
-        assert not g.spreads or g.token_blocks // 2 * (g.columns // 2) >= g.copies - 1
+        assert not g.spread or g.token_blocks // 2 * (g.columns // 2) >= g.copies - 1
         # Eight rows of P, 16 bytes each, meet all banks.
         assert {(row * g.p_stride + b) // 4 % 32 for row in range(8) for b in range(0, 16, 4)} == set(range(32))
 

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
 
 def bounds_of(plan: Any, dist: str) -> dict[str, Bound]:
     """The bounds of a plan's workload on inputs of a distribution, wider by the plan's `cos_slack`: that of a kernel
-    whose design rounds once more."""
-    slack = getattr(plan, "cos_slack", 0.0)
+    whose design rounds once more. `lse_slack` is added to the absolute bound of a log-sum-exp, whose cosine difference
+    is not judged then: that of a library which sums rounded weights."""
+    slack, of_lse = getattr(plan, "cos_slack", 0.0), getattr(plan, "lse_slack", 0.0)
     bounds = plan.workload.bounds(dist)
+    if of_lse:
+        bounds = {**bounds, "lse": replace(bounds["lse"], abs=bounds["lse"].abs + of_lse, cos=math.inf)}
     if lacks := [output.name for output in plan.workload.outputs if output.name not in bounds]:
         raise UserError(
             f"bounds of workload {plan.workload.name} lacks {', '.join(lacks)}: return one Bound for each output."

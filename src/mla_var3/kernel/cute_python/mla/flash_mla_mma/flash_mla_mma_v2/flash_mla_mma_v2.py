@@ -5,7 +5,7 @@ the device, warps of their own for scores and for outputs.
 
 K and V are one KV tile in shared memory, which is loaded once: `ldmatrix` reads it as the B operand of the scores, and
 `ldmatrix.trans` as that of the output. A CTA of twelve warps computes a query tile of 64 rows and KV tiles of 32
-tokens, or of 16 where four of 32 do not fit into shared memory.
+tokens, or of 16 where three of 32 do not fit into shared memory.
 
 **Against version 1**, where each of eight warps does all: scores over a quarter of the columns, a share of the softmax
 and a share of the output. There the four parts of a score meet in shared memory, in fp32, and each tile has a barrier
@@ -21,13 +21,15 @@ maxima and sums. A warp of the output has 64 columns of all rows. While one kind
 
     copies    cp.async of a KV tile in panels of 64 columns, by the warps of the output, between their products, into
               the stage that the tile before has left
-    FULL      P of a KV tile is there, with factors of rows whose maximum has moved and the pages of the rows that are
+    FULL      P of a KV tile is there, with factors of rows whose maximum has moved and where the rows lie that are
               loaded next; all warps of the output are done with the KV tile before
     EMPTY     P has been read, and the KV tile two further on has arrived
 
 **Registers.** With twelve warps a thread has 168. A warp of the output holds 128 of outputs. A warp of the scores would
 hold 144 of Q, so it keeps the first panels there, 16 registers each, and reads the others from shared memory in each KV
-tile. A warp of the output has none left for a page while it multiplies, so a warp of the scores looks pages up.
+tile. A warp of the output has none left for a page while it multiplies, so a warp of the scores looks up where rows
+lie. From step to step a warp of the output adds to its addresses. If it computed them anew, it would take the thread's
+number and some thirty instructions for each KV tile and each 16 tokens, and the products would wait for these.
 
 The running maximum may stay behind the true one by up to 8 in the log2 domain, a factor of 2^8 (lazy rescale), so that
 most KV tiles move it for no row. Beside P lies a word of each warp of the scores that says whether the maximum of any
@@ -102,9 +104,8 @@ class Barrier(IntEnum):
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, query tokens, columns of latent and rope, tokens of a page, mask. tokens:
-    of a KV tile; stages: KV tiles in shared memory. packed: requests differ in their query
-    tokens, and s is those of a block (`split_kv.rows`). tree: the caller's mask says which of the newest s keys a query
-    token sees."""
+    of a KV tile; stages: KV tiles in shared memory. packed: requests differ in their query tokens, and s is those of a
+    block (`split_kv.rows`). tree: the caller's mask says which of the newest s keys a query token sees."""
 
     h: int
     h_kv: int
@@ -117,6 +118,11 @@ class Geometry:
     stages: int
     packed: bool = False
     tree: bool = False
+
+    @property
+    def spread(self) -> bool:
+        """Whether the copies of a KV tile stand between the products of the output, else ahead of them."""
+        return self.tokens == TOKEN_TILES[0]
 
     @property
     def group(self) -> int:
@@ -207,11 +213,6 @@ class Geometry:
         return -(-self.panels // self.ways)
 
     @property
-    def spreads(self) -> bool:
-        """Whether the copies of a KV tile stand between the products of the output, or ahead of them."""
-        return self.tokens == TOKEN_TILES[0]
-
-    @property
     def p_stride(self) -> int:
         """Bytes of a row of P."""
         return 2 * (self.tokens + PAD)
@@ -251,7 +252,7 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "first": array(Int32, scheduler.FIRST_WORDS),
         "row_range": array(Int32, 4),  # of a merge that workers share: the first and the end
         "moved": array(Int32, BUFFERS * SCORE_WARPS),  # whether a maximum of the warp's rows has
-        "places": array(Int32, BUFFERS * 2 * WARP),  # of the rows of the KV tile that is loaded next
+        "sources": array(Int64, BUFFERS * WARP),  # where the rows of the KV tile lie that is loaded next
         "factor": array(Float32, BUFFERS * ROWS),  # of rows, in a tile that has moved a maximum
         "row_max": array(Float32, ROWS),  # at the end of a split
         "row_sum": array(Float32, ROWS),
@@ -289,12 +290,15 @@ def divided(token: Int32, page: int) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def row_place(inputs: Inputs, of: Reader, tile: Int32, row: Int32, geometry: cutlass.Constexpr) -> tuple[Int32, Int32]:
-    """(page, token in it) of a row of a KV tile; of a tile past the split, of its last one. Tokens past the end of the
-    request are the last one again."""
+def row_source(inputs: Inputs, of: Reader, tile: Int32, row: Int32, geometry: cutlass.Constexpr) -> Int64:
+    """Where a row of a KV tile lies in global memory; of a tile past the split, a row of its last one. Tokens past the
+    end of the request are the last one again."""
+    cache, width = inputs.cache, geometry.k + geometry.p
     token = cutlass.min(cutlass.min(tile, of.end - 1) * geometry.tokens + row, of.length - 1)
     page, in_page = divided(token, geometry.page)
-    return inputs.page_table[of.request, page], in_page
+    page = inputs.page_table[of.request, page]
+    offset = Int64(page) * paged.page_stride(cache) + (in_page * cache.shape[2] + of.kv_head) * width
+    return cache.iterator.toint() + 2 * offset
 
 
 def loaded_row(geometry: Geometry) -> Int32:
@@ -312,17 +316,25 @@ class Copy(NamedTuple):
     way: Int32
 
 
-def copy_of(inputs: Inputs, kv_head: Int32, stage: Int32, place: tuple[Int32, Int32], geometry: Geometry) -> Copy:
-    """stage: shared memory. place: `row_place` of this thread's row. Eight threads copy a row. A thread's addresses in
-    the panels differ by constants."""
-    cache, width = inputs.cache, geometry.k + geometry.p
-    thread, (page, in_page) = cute.arch.thread_idx()[0], place
-    row, chunk = loaded_row(geometry), thread & (paged.ROW_LANES - 1)
-    way = thread // (paged.ROW_LANES * geometry.tokens)
-    target = stage + way * geometry.panel_bytes + row * ROW_BYTES + (chunk ^ (row & 7)) * (2 * paged.CHUNK)
-    offset = (in_page * cache.shape[2] + kv_head) * width + way * PANEL + chunk * paged.CHUNK
-    source = cache.iterator.toint() + 2 * (Int64(page) * paged.page_stride(cache) + offset)
-    return Copy(source, target, way)
+def way_of(geometry: Geometry) -> Int32:
+    """`Copy.way` of this thread of the output."""
+    if geometry.ways == 1:
+        return Int32(0)
+    return cute.arch.thread_idx()[0] // (paged.ROW_LANES * geometry.tokens)
+
+
+def source_of(row: Int64, geometry: Geometry) -> Int64:
+    """`Copy.source` of this thread. row: `row_source` of the row that it loads."""
+    chunk = cute.arch.thread_idx()[0] & (paged.ROW_LANES - 1)
+    return row + 2 * (way_of(geometry) * PANEL + chunk * paged.CHUNK)
+
+
+def target_of(stage: Int32, geometry: Geometry) -> Int32:
+    """`Copy.target` of this thread. stage: shared memory. Eight threads copy a row. A thread's addresses in the panels
+    differ by constants."""
+    row, chunk = loaded_row(geometry), cute.arch.thread_idx()[0] & (paged.ROW_LANES - 1)
+    at = stage + way_of(geometry) * geometry.panel_bytes + row * ROW_BYTES
+    return at + (chunk ^ (row & 7)) * (2 * paged.CHUNK)
 
 
 @cute.jit
@@ -359,9 +371,14 @@ def opaque(value: Int32) -> Int32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value])
 
 
+def opaque_wide(value: Int64) -> Int64:
+    """`opaque` of 64 bits."""
+    return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[value])
+
+
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """What both kinds of warps know. thread, warp: in the CTA; warp is the same value in all lanes."""
+    """What both kinds of warps know. thread, warp: among those of its kind; warp is the same value in all lanes."""
 
     geometry: Geometry
     inputs: Any
@@ -392,10 +409,9 @@ class Cell:
         start = self.storage.moved.data_ptr() + cute.assume(buffer * SCORE_WARPS, divby=SCORE_WARPS)
         return cute.make_tensor(start, cute.make_layout(SCORE_WARPS))
 
-    def places_in(self, buffer: Int32) -> cute.Tensor:
-        """(2, rows of a KV tile) int32, shared memory: `row_place`s."""
-        start = self.storage.places.data_ptr() + cute.assume(buffer * (2 * WARP), divby=2 * WARP)
-        return cute.make_tensor(start, cute.make_layout((2, WARP)))
+    def sources_in(self, buffer: Int32) -> cute.Tensor:
+        """(rows of a KV tile,) int64, shared memory: `row_source`s."""
+        return cute.make_tensor(self.storage.sources.data_ptr() + buffer * WARP, cute.make_layout(WARP))
 
     def rows_in(self, array: Any) -> cute.Tensor:
         """(rows,) shared memory."""
@@ -419,7 +435,7 @@ class Scores(Cell):
         of_query = (warp_mma.OPERANDS, 2, PANEL_SLICES // 2, geometry.resident)
         return cls(
             **of_cell,
-            me=of_cell["warp"] - OUTPUT_WARPS,
+            me=of_cell["warp"],
             query=cute.make_rmem_tensor(cute.make_layout(of_query), dtype),
             acc=cute.make_rmem_tensor(cute.make_layout((4, geometry.token_blocks)), Float32),
             row_max=cute.make_rmem_tensor(2, Float32),
@@ -587,11 +603,12 @@ class Scores(Cell):
         for tile in cutlass.range(first, of.end, unroll=1):
             cute.arch.barrier(barrier_id=int(Barrier.EMPTY) + buffer, number_of_threads=THREADS)
             # For the warps of the output, which have no register for it while they multiply.
-            place = row_place(self.inputs, of, tile + (geometry.stages - 1), self.lane % geometry.tokens, geometry)
+            source = row_source(self.inputs, of, tile + (geometry.stages - 1), self.lane % geometry.tokens, geometry)
             self.scores(stage)
             self.softmax(tile * geometry.tokens, of.length, unmasked, block, buffer)
+            sources = self.sources_in(buffer)
             if self.me == 0:
-                store_place(place, self.places_in(buffer), self.lane)
+                sources[self.lane] = source
             if tile == of.end - 1:
                 self.end()
             cute.arch.barrier_arrive(barrier_id=int(Barrier.FULL) + buffer, number_of_threads=THREADS)
@@ -606,14 +623,6 @@ class Scores(Cell):
             total = softmax.quad_sum(self.row_sum[half])
             if self.lane % 4 == 0:
                 maxima[self.row(half)], sums[self.row(half)] = self.row_max[half], total
-
-
-@cute.jit
-def store_place(place: cutlass.Constexpr, places: cute.Tensor, row: Int32):
-    """Writes a `row_place` to shared memory."""
-    pair = cute.make_rmem_tensor(2, Int32)
-    pair[0], pair[1] = place
-    cute.autovec_copy(pair, places[None, row])
 
 
 @cute.jit
@@ -669,9 +678,10 @@ class Output(Cell):
         if tiles.first < tiles.end:
             of = self.reader(walk, split, tiles.end)
             for i in cutlass.range_constexpr(geometry.stages):
-                place = row_place(self.inputs, of, tiles.first + i, loaded_row(geometry), geometry)
+                row = row_source(self.inputs, of, tiles.first + i, loaded_row(geometry), geometry)
                 if tiles.first + i < tiles.end:
-                    copy = copy_of(self.inputs, self.kv_head, self.stage(Int32(i)), place, geometry)
+                    target = target_of(self.stage(Int32(i)), geometry)
+                    copy = Copy(source_of(row, geometry), target, way_of(geometry))
                     copy_last(copy, self.dtype, geometry)
                     for j in cutlass.range_constexpr(geometry.copies - 1):
                         self.copy_panel(copy, j)
@@ -697,47 +707,57 @@ class Output(Cell):
                 for half in cutlass.range_constexpr(2):
                     self.scale(i, half, factors[self.row(i, half, self.lane)])
 
-    @cute.jit
-    def output(self, stage: Int32, buffer: Int32, copy: Copy, loads: Boolean):
-        """O += P·V of this warp's columns. V is K's panels, read transposed: two matrices of tokens, two of columns.
-        copy: of the KV tile that is loaded meanwhile, where one is."""
+    def addresses(self) -> tuple[Int32, Int32, Int32]:
+        """In shared memory: of V in stage 0 and of P in buffer 0, what this lane's first `ldmatrix` reads; where this
+        thread copies to in the last stage. V is K's panels, read transposed: two matrices of tokens, two of columns."""
         geometry, lane = self.geometry, self.lane
         matrix, swizzle = lane // 8, lane % 8
         column = self.warp * (geometry.columns * warp_mma.N)
         token = swizzle + matrix % 2 * 8
         chunk = column % PANEL // 8 + matrix // 2
-        values = self.stage(stage) + column // PANEL * geometry.panel_bytes
+        values = self.stage(Int32(0)) + column // PANEL * geometry.panel_bytes
         values = values + token * ROW_BYTES + (chunk ^ swizzle) * 16
-        stride = cutlass.const_expr(geometry.p_stride)
-        weights = self.p_in(buffer) + token * stride + matrix // 2 * 16
+        weights = self.p_in(Int32(0)) + token * geometry.p_stride + matrix // 2 * 16
+        return values, weights, target_of(self.stage(Int32(geometry.stages - 1)), geometry)
 
+    @cute.jit
+    def output(self, values: Int32, weights: Int32, copy: Copy, loads: Boolean) -> tuple[Int32, Int32, Int32]:
+        """O += P·V of this warp's columns. values, weights: `addresses` in the stage and the buffer. copy: of the KV
+        tile that is loaded meanwhile, where one is. Returns values, weights and copy.target behind the last step."""
+        geometry = self.geometry
+        stride = cutlass.const_expr(geometry.p_stride)
         a = cute.make_rmem_tensor(cute.make_layout((warp_mma.OPERANDS, ROW_BLOCKS)), self.dtype)
         b = cute.make_rmem_tensor(cute.make_layout((4, 2)), self.dtype)
         both = cute.make_tensor(b.iterator, cute.make_layout(warp_mma.OPERANDS))
-        # A loop, in which ptxas loads nothing ahead of the next 16 tokens: for that there are no registers.
+        # A loop, in which ptxas loads nothing ahead of the next 16 tokens: for that there are no registers. From step
+        # to step addresses move on, so that none is computed from the thread's number again.
         steps, columns = cutlass.const_expr((geometry.token_blocks // 2, geometry.columns // 2))
-        of_step = cutlass.const_expr(columns * geometry.ways)  # panels
+        of_step = cutlass.const_expr(columns * geometry.ways if geometry.spread else 0)  # panels
+        source, target = copy.source, copy.target
         for n in cutlass.range(steps, unroll=1):
-            later = Copy(
-                copy.source + n * (2 * PANEL * of_step), copy.target + n * (geometry.panel_bytes * of_step), copy.way
-            )  # fmt: skip
+            # Else each sum of an address and a constant takes a register from step to step.
+            values, weights = opaque(values), opaque(weights)
+            later = Copy(opaque_wide(source), opaque(target), copy.way)
             for i in cutlass.range_constexpr(ROW_BLOCKS):
-                load_matrices(weights + (n * 2 * warp_mma.K + i * warp_mma.M * stride), a[None, i])
+                load_matrices(weights + i * warp_mma.M * stride, a[None, i])
             for j in cutlass.range_constexpr(columns):
                 # 16 tokens of 16 columns.
-                load_matrices((values ^ j * 32) + n * warp_mma.K * ROW_BYTES, both, transposed=True)
+                load_matrices(values ^ j * 32, both, transposed=True)
                 for i in cutlass.range_constexpr(ROW_BLOCKS):
                     for c in cutlass.range_constexpr(2):
                         acc = self.acc_o[None, i, 2 * j + c]
                         cute.mma_atom_call(self.mma, acc, a[None, i], b[None, c], acc)
                 # Spread over the products: side by side, copies hold up what other warps read from shared memory.
-                if cutlass.const_expr(not geometry.spreads):
+                if cutlass.const_expr(not geometry.spread):
                     pass
                 elif cutlass.const_expr(steps * columns < geometry.copies):
                     if loads:
                         self.copy_panel(later, j)
                 elif loads & (n * columns + j < geometry.copies - 1):
                     self.copy_panel(later, j)
+            values, weights = values + warp_mma.K * ROW_BYTES, weights + 2 * warp_mma.K
+            source, target = source + 2 * PANEL * of_step, target + geometry.panel_bytes * of_step
+        return values, weights, target
 
     def copy_panel(self, copy: Copy, i: int) -> None:
         """Starts copying the thread's i-th panel, which is not its last one."""
@@ -755,28 +775,38 @@ class Output(Cell):
             if i < count:
                 named_arrive(Barrier.EMPTY + i, THREADS)
         stage, buffer = Int32(0), Int32(0)
+        values, weights, target = self.addresses()
+        values, weights, target = opaque(values), opaque(weights), opaque(target)
+        steps, tile_bytes = cutlass.const_expr((geometry.token_blocks // 2, 2 * geometry.stage_elements))
+        back = cutlass.const_expr(-(stages - 1) * tile_bytes)
+        copied = cutlass.const_expr(steps * (geometry.columns // 2) * geometry.ways * geometry.spread)  # panels
         moved = cute.make_rmem_tensor(SCORE_WARPS, Int32)
         for tile in cutlass.range(count, unroll=1):
             cute.arch.barrier(barrier_id=int(Barrier.FULL) + buffer, number_of_threads=THREADS)
             cute.autovec_copy(self.moved_in(buffer), moved)
-            pair = cute.make_rmem_tensor(2, Int32)
-            cute.autovec_copy(self.places_in(buffer)[None, loaded_row(geometry)], pair)
-            older = cutlass.select_(stage == 0, Int32(stages - 1), stage - 1)
-            copy = copy_of(self.inputs, self.kv_head, self.stage(older), (pair[0], pair[1]), geometry)
+            source = source_of(self.sources_in(buffer)[loaded_row(geometry)], geometry)
+            copy = Copy(source, target, way_of(geometry))
             loads = (tile > 0) & (tile + (stages - 1) < count)
             if loads:
                 copy_last(copy, self.dtype, geometry)
-                if cutlass.const_expr(not geometry.spreads):
+                if cutlass.const_expr(not geometry.spread):
                     for i in cutlass.range_constexpr(geometry.copies - 1):
                         self.copy_panel(copy, i)
             if (moved[0] | moved[1] | moved[2] | moved[3]) != 0:
                 self.rescale(buffer, moved)
-            self.output(stage, buffer, copy, loads)
+            values, weights, target = self.output(values, weights, copy, loads)
             if tile > 0:
                 cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(stages - 3)
             if tile + BUFFERS < count:
                 cute.arch.barrier_arrive(barrier_id=int(Barrier.EMPTY) + buffer, number_of_threads=THREADS)
+            # To the next stage and the other buffer; copies go to the stage before.
+            step = cutlass.select_(stage == stages - 1, Int32(back), Int32(tile_bytes))
+            values = values + step - steps * warp_mma.K * ROW_BYTES
+            step = cutlass.select_(stage == 0, Int32(back), Int32(tile_bytes))
+            target = target + step - copied * geometry.panel_bytes
+            step = cutlass.select_(buffer == 0, Int32(2 * geometry.p_elements), Int32(-2 * geometry.p_elements))
+            weights = weights + step - steps * 2 * warp_mma.K
             buffer = 1 - buffer
             stage = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
 
@@ -990,15 +1020,14 @@ def flash_mla_mma_v2(
         storage.first.data_ptr(), 0, geometry.merge,
     )  # fmt: skip
     of_cell = functools.partial(
-        dict, geometry=geometry, inputs=inputs, dtype=inputs.q.element_type, storage=storage, thread=thread, warp=warp,
-        lane=lane, scale_log2=scale_log2, kv_head=kv_head, first_row=first_row,
+        dict, geometry=geometry, inputs=inputs, dtype=inputs.q.element_type, storage=storage, lane=lane,
+        scale_log2=scale_log2, kv_head=kv_head, first_row=first_row, mma=warp_mma.make_mma(inputs.q.element_type),
     )  # fmt: skip
-    if warp < OUTPUT_WARPS:
-        of_output = Output.make(**of_cell(mma=warp_mma.make_mma(inputs.q.element_type)))
-        compute_output(of_output, results, walk, split, tile)
+    # Both, though a warp's number is never negative: without the first the compiler makes other code than was timed.
+    if (warp >= 0) & (warp < OUTPUT_WARPS):
+        compute_output(Output.make(**of_cell(thread=thread, warp=warp)), results, walk, split, tile)
     else:
-        of_scores = Scores.make(**of_cell(mma=warp_mma.make_mma(inputs.q.element_type)))
-        compute_scores(of_scores, walk, split)
+        compute_scores(Scores.make(**of_cell(thread=thread, warp=warp - OUTPUT_WARPS)), walk, split)
 
 
 flash_mla_mma_v2.set_name_prefix("flash_mla_mma_v2", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -1036,18 +1065,15 @@ class FlashMlaMmaV2Tiling(Tiling):
         causal = pd.causal and (pd.packed or s > 1)
 
         def made(tokens: int, stages: int) -> Geometry:
-            return Geometry(
-                pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, tokens, stages, pd.packed, pd.tree
-            )  # fmt: skip
+            return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, tokens, stages, pd.packed, pd.tree)
 
         def stages_of(tokens: int) -> int:
             bare = made(tokens, 0)
             return max(0, min(MOST_STAGES, (of.smem_per_block - fixed_bytes(bare)) // (2 * bare.stage_elements)))
 
         sizes = [self.tile_n] if self.tile_n else list(TOKEN_TILES)
-        # Of three stages of 32 tokens one is loaded while its time is waited for: with 16 there are six in their place.
-        fewest = {n: self.num_pipeline_stages or FEWEST_STAGES + (n == TOKEN_TILES[0]) for n in sizes}
-        fitting = [n for n in sizes if self.tile_n or stages_of(n) >= fewest[n]]
+        fewest = self.num_pipeline_stages or FEWEST_STAGES
+        fitting = [n for n in sizes if self.tile_n or stages_of(n) >= fewest]
         tokens = (fitting or sizes[-1:])[0]
         return made(tokens, self.num_pipeline_stages or stages_of(tokens))
 

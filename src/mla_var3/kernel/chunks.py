@@ -1,4 +1,5 @@
-"""A prefix of cached latents as keys and values of every head, piece by piece: what both ways of it share.
+"""A prefix of cached latents as keys and values of every head, piece by piece: what two ways to attend over it share,
+over decompressed heads and in latent space (absorbed).
 
     rows of the cache ─gather→ latents (m, k) ─· W_UK of every head→ keys[..., :d]      cu_seqlens_k of the piece
                            └─→ rope columns, into every head's keys[..., d:]
@@ -9,8 +10,8 @@ the prefixes and, behind each one, the request's new tokens, so that causal atte
 everything fits into one piece, nothing is merged. Else each piece's result is merged with that of the pieces before by
 the log-sum-exps of both, from two tensors into a third.
 
-`decompress` and `absorbed` make pipelines of these functions and of versions that stand for themselves, which the
-laboratory plans, checks and times. `mla_var3.ops.chunk_prefill` has its own, until these have run on a GPU.
+`decompress` and `absorbed` make pipelines of these functions and of kernels that are versions of their own, which the
+laboratory plans, checks and times. `mla_var3.ops.chunk_prefill` has its own code: no public function calls these yet.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Cached tokens of requests, behind one another: latents as one tensor, rope columns in every head's key. And results
-over two parts of the keys, merged."""
+"""Two kernels for prefixes: one gathers the cached tokens of requests behind one another, latents as one tensor and
+rope columns in every head's key; the other merges results of attention over two parts of the keys."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from mla_var3.kernel.triton.prims.numerics import round_to
 
-MOST_REQUESTS = 1024  # whose lengths a program holds
+MOST_REQUESTS = 1024  # that a call may have: one program holds all of their lengths
 
 
 @triton.jit(do_not_specialize=["b", "first", "end", "rows", "width", "pages"])
@@ -27,7 +27,7 @@ def gather_rows(
     width,
     pages,
     page_stride,
-    OWN: tl.constexpr,  # to the end of the prefixes, and each request's new tokens behind its own
+    OWN: tl.constexpr,  # the last piece: the rest of the prefixes, each followed by its request's new tokens
     PAGE: tl.constexpr,
     K: tl.constexpr,
     P: tl.constexpr,

@@ -12,17 +12,17 @@ candidates with a digit of the same kind. A barrier stands where two of these li
     count     been looked at make room for those of the next one. Then, of what is listed: part = (logit - a little
               below floor) / (top - that), cut to 0 ... 1: bin 2,048 · (1 - part)
     sum       a warp's part of the bins, added to the sums of the warps behind it
-    select    the bin in which 1.5 times the CTA's part of the k are reached; the warps' counts of what is not below it
+    select    the bin in which 1.5 times the CTA's part of the k are reached; how many a warp lists above its edge
     send      to the first CTA, by distributed shared memory │ barrier of the cluster
     choose    ends, count, sum, select, place and write, of up to 4,096 candidates, by the first CTA: there what is in
               the bin is compared one with the other, a warp for each
 
-What a CTA has kept is below the edge of its candidates. Where that edge is not below the bin of the k-th the choice may
-lack something. Then, where a CTA has more candidates than its share of the 4,096 or a warp more than its list holds,
-and where a bin has more than the list of the choice holds, the first CTA reads the row again for every digit of keys,
-whole numbers in the order of the logits (-0 as +0, NaN as -inf): slow, and right in any case. Equal ones at the k-th
-place are chosen by digits of their columns there, and by the list else. Sums are in a fixed order, so the result has
-the same bits in each run.
+What a CTA listed and did not send is below the edge of what it sent. Where that edge is not below the bin of the k-th
+the choice may lack something. Then, where a CTA has more candidates than its share of the 4,096 or a warp more than its
+list holds, and where a bin has more than the list of the choice holds, the first CTA reads the row again for every
+digit of keys, whole numbers in the order of the logits (-0 as +0, NaN as -inf): slow, and right in any case. Equal ones
+at the k-th place are chosen by digits of their columns there, and by the list else. Sums are in a fixed order, so the
+result has the same bits in each run.
 
 Against version 6: rows of any length by clusters of any size, so that the clusters of all rows run at once; and a logit
 is looked at once where version 6 counts it in a bin, compares it and puts it in its place: six instructions in place of
@@ -97,7 +97,7 @@ class Geometry:
 
     @property
     def own_bins(self) -> int:
-        """Of a thread."""
+        """Bins of a thread."""
         return BINS // THREADS
 
     @property
@@ -106,17 +106,18 @@ class Geometry:
 
     @property
     def portions(self) -> int:
-        """Of a chunk: one is looked at while the vectors of the other are loaded."""
+        """Portions of a chunk: one is looked at while the vectors of the other are loaded."""
         return 1 if self.chunks == 1 else 2
 
     @property
     def share(self) -> int:
-        """Candidates of a CTA, at most."""
+        """At most this many candidates are sent by a CTA."""
         return GATHERED // self.ctas
 
     @property
     def own_k(self) -> int:
-        """How many candidates a CTA has at least: more by half than are its part of the k, or by an eighth than all."""
+        """At least this many candidates are asked of a CTA: 1.5 times its part of the k, or 9/8 of k if it has the row
+        alone."""
         most = 9 * self.k // 8 if self.ctas == 1 else 3 * self.k // (2 * self.ctas)
         return min(most + 16, self.share - 32)
 
@@ -126,14 +127,15 @@ class Geometry:
 
     @property
     def sampled(self) -> int:
-        """Of them in the first chunk: more by four deviations than are its part."""
+        """How many of these the first chunk has to hold: its part of them and four standard deviations more."""
         each = self.own_k / self.chunks
         return self.own_k if self.chunks == 1 else math.ceil(each + 4 * math.sqrt(each))
 
     @property
     def largest_is_top(self) -> bool:
-        """Not below the lesser of the largest logits of a warp's two halves are a dozen of a chunk in the mean, and all
-        of them are in the first bin. More than five times as many would be too rare to matter."""
+        """Whether the largest logit is the top of the bins. The other choice is the lesser of the largest logits of
+        a warp's two halves: a dozen logits of a chunk are not below it in the mean, and all of them are in the first
+        bin. More than five times as many would be too rare to matter."""
         return 5 * 12 * self.chunks > self.share
 
     def above_floor(self, size: int, count: int) -> float:
@@ -175,7 +177,7 @@ def shared_storage(geometry: Geometry) -> type:
         "columns": array(Int32, LISTED),
         "kept": array(Int32, 2 * WARPS * KEPT),  # lists of the warps: bits, columns
         "gathered": array(Int32, 2 * GATHERED),  # of all CTAs: bits, columns
-        "below": array(Float32, WARP),  # what each CTA has kept is not above; NaN: it has kept nothing but NaN
+        "below": array(Float32, WARP),  # what each CTA did not send is not above it; NaN: that is nothing but NaN
     }
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 

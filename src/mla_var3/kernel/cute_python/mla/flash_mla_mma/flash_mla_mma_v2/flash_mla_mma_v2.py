@@ -1,4 +1,4 @@
-r"""Absorbed MLA decode for every GPU since Ampere (sm_80 and up): warp-level products, cp.async, a tile scheduler on
+r"""Absorbed MLA decode for Ampere, Ada and Hopper (sm_80 to sm_90): warp-level products, cp.async, a tile scheduler on
 the device, warps of their own for scores and for outputs.
 
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = [latent | rope] (t, k + p)    V = latent (t, k)

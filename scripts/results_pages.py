@@ -117,7 +117,7 @@ MORE = {
     "sparse_served": (
         " The last word of a cell's name says how contexts are drawn. `uniform`: evenly from 1 to 65,536 tokens. "
         "`lognormal`: 1,024 tokens times e to the power of a normal variable with mean 0 and variance 1, up to 16,384 "
-        "tokens. `short`: evenly from 1 up to fewer tokens than would give each index of a row a token of its own. "
+        "tokens. `short`: evenly from 1 to one less than the row has indices. "
         "`half_short`: so for one half of the requests, and evenly from there to 32,768 for the other. In layout v4 a "
         "row has 128 indices into a window, and 512 or 1024 into a second cache that has a quarter of the tokens. In "
         "13 cells queries and indices are views with gaps between their rows (strided), which a name says only where a "
@@ -135,28 +135,30 @@ MORE = {
     ),
     "prefill": (
         " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "
-        "`causal` stands where a query sees no later key, and `d` and `p` where values do not have 128 columns or keys "
-        "not 64 more than values: `d128_p0` is 128/128, `d256_p0` 256/256, and `d128_p128` 256/128, for which "
-        "FlashAttention-3 and FlashAttention-4 get values padded to the keys' width. With `normal` and `lognormal` "
-        "requests have unequal lengths, of which s and t are the means. Of the 46 cells of the experiment 40 were "
-        "measured; the runs had no time left for the others. FlashAttention-4 was not timed in the seven "
-        "newest. Each sustained time is of one turn of 0.3 seconds, behind the turns of the contenders before it, "
-        "and may differ by some per cent from one run to the next."
+        "`causal` stands where a query sees no later key, and `d` is the number of columns of a value and `p` how "
+        "many more a key has, named where they are not 128 and 64: `d128_p0` is 128/128, `d256_p0` 256/256, and "
+        "`d128_p128` 256/128, for which FlashAttention-3 and FlashAttention-4 get values padded to the keys' width. "
+        "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. Of the 46 cells"
+        " of the experiment 40 were measured; the runs had no time left for the others. FlashAttention-4 was not "
+        "timed in seven, whose rows lack it. The fastest library is the one that is fastest in burst. Each sustained "
+        "time is of one turn of 0.3 seconds, behind the turns of the contenders before it, and may differ by some per"
+        " cent from one run to the next."
     ),
     "indexer_logits": (
         " In the cell with logits in bf16 the run timed version 3, which is retired, so that the first table leaves it "
         "out. A product in FP8 may take half the time of one of cuBLAS in bf16, which the limit is made of."
     ),
     "indexer_paged": (
-        " Of the 18 cells of the experiment 15 were measured; the runs had no time left for the others. Six query "
-        "tokens were multiplied in one part there, and are multiplied in two today "
-        "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). Calls rotate over inputs of 280 MB and more. Keys of "
-        "`mqa_logits_v4` leave L2 first where a request has one query tile, so that keys of an earlier turn may stay "
-        "in it, and with one or two query tokens a call may be faster here than behind other kernels."
+        " Of the 18 cells of the experiment 15 were measured; the runs had no time left for the others. Where a "
+        "request has six query tokens, the code of these records multiplied all at once, and today's does it in two "
+        "halves ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). Calls rotate over inputs of 280 MB and more. "
+        "Keys of `mqa_logits_v4` leave L2 first where a request has one query tile, so that keys of an earlier turn "
+        "may stay in it, and with one or two query tokens a call may be faster here than behind other kernels."
     ),
     "unseen_indexer": (
-        " Of the 24 problems of the seed 18 were measured; the runs had no time left for the others. Three query "
-        "tokens were multiplied in one part there, and are multiplied in two today."
+        " Of the 24 problems of the seed 18 were measured; the runs had no time left for the others. Where a request "
+        "has three query tokens, the code of some records multiplied all at once, and today's does it in two parts. "
+        "In six ragged cells hardly a query token sees a key, so that they time an almost empty call."
     ),
 }
 #: Of pages whose dtypes, widths or caches are others than `DENSE`.

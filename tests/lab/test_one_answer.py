@@ -72,9 +72,15 @@ def said(answer: spoken.Answer) -> tuple[str, str, str, str]:
 
 
 def answer_rows(text: str) -> dict[str, tuple[str, str, str, str]]:
-    """The rows of an answer's table on a terminal; a long name goes on in the next line."""
-    while (joined := re.sub(r"^ (\S+)( .*)\n   (_\S+)$", r" \1\3\2", text, flags=re.M)) != text:
-        text = joined
+    """The rows of an answer's table on a terminal; long names, of cells and of kernels, go on in the next lines."""
+    rows: list[list[str]] = []  # of each: the cell, its kernel, what follows
+    for line in text.splitlines():
+        if begin := re.match(r" (\S+) +(\S.*?)(  .*)$", line):
+            rows.append(list(begin.groups()))
+        elif rows and line.startswith("   "):
+            for more in re.finditer(r"\S+(?: \S+)*", line):
+                rows[-1][more.start() > 3] += more[0] if more[0].startswith("_") else f" {more[0]}"
+    text = "\n".join(f" {cell}  {kernel}{rest}" for cell, kernel, rest in rows)
     line = re.compile(r"^ (\S+) +(\S.*?)(?: \*)? +([\d,.]+) +\d+ % +(\S+) times as fast as (\S.*?)(?: ~)? *$", re.M)
     found = {cell: (kernel, us, ratio, library) for cell, kernel, us, ratio, library in line.findall(text)}
     return {cell: (kernel.removesuffix(" (retired)"), *more) for cell, (kernel, *more) in found.items()}

@@ -77,17 +77,19 @@ def _least_width(table: Table, folded: int = _FOLDED) -> int:
 
 
 def _fit(table: Table, most: int) -> None:
-    """Has a table take no more than `most` columns of text: heads are broken between words, then the widest column of
-    text, where names of cells stand, between words and before underscores."""
+    """Has a table take no more than `most` columns of text: heads are broken between words, then names, of cells and of
+    kernels, between words and before underscores: those of the widest column first."""
     if _least_width(table, _PHRASE) <= most:
         return
     for column in table.columns:
         text, head = _widths(column)
         if column.no_wrap and head > text:
             column.header = "\n".join(textwrap.wrap(str(column.header), max(text, _WORD), break_long_words=False))
-    names = max((column for column in table.columns if column.justify == "left" and column.no_wrap), key=_widths)
-    room = max(_NAME, max(_widths(names)) - max(0, _least_width(table, _PHRASE) - most))
-    names._cells = [_broken(str(name), room) for name in names.cells]
+    for names in sorted((c for c in table.columns if c.justify == "left" and c.no_wrap), key=_widths, reverse=True):
+        over = _least_width(table, _PHRASE) - most
+        if over > 0:
+            room = max(_NAME, max(_widths(names)) - over)
+            names._cells = [_broken(str(name), room) for name in names.cells]
 
 
 def _broken(name: str, room: int) -> str:

@@ -67,7 +67,7 @@ def test_a_line_is_of_one_length_of_row_where_code_is_made_for_it(repo_root: Pat
 
 def test_a_pipeline_is_as_old_as_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """For its line here, and for a sweep's `resume`, which goes by the same hash."""
-    pipeline, other = (registry.KernelId.parse(f"cute-dsl/{name}") for name in ("mla_layer", "sparse_mla_v1"))
+    pipeline, other = (registry.KernelId.parse(f"cute-dsl/{name}") for name in ("mla_layer", "sparse_mla_v2"))
     parts = {part.label for part in registry.parts(pipeline)}
     assert {"cute-dsl/absorb_gemm", "cute-dsl/rope_append", "cute-dsl/flash_mla_v23"} <= parts
     assert not registry.parts(other)

@@ -25,7 +25,6 @@ LEFT_OVER = {
     "mla/flash_attention/flash_attention_v18/flash_attention_v18.py:launch_flash_attention": 13,
     "mla/sparse_mla_mma/sparse_mla_mma/sparse_mla_mma.py:launch_sparse_mla_mma": 15,
     "mla/sparse_mla/sparse_mla/sparse_mla.py:launch_sparse_mla": 18,
-    "mla/sparse_mla/sparse_mla_v1/sparse_mla_v1.py:launch_sparse_mla_v1": 20,
     "mla/sparse_mla/sparse_mla_v2/sparse_mla_v2.py:launch_sparse_mla_v2": 20,
 }
 
@@ -112,7 +111,7 @@ def test_techniques_that_versions_name_have_pages() -> None:
     for kernel in registry.all_kernels():
         if kernel.language == "cute-dsl":
             named[kernel.label] = registry.get_plan(kernel).uses
-    assert named["cute-dsl/flash_mla_v23"] and named["cute-dsl/flash_mla_v24"] and named["cute-dsl/sparse_mla_v1"]
+    assert named["cute-dsl/flash_mla_v23"] and named["cute-dsl/flash_mla_v24"] and named["cute-dsl/sparse_mla_v2"]
     for label, uses in named.items():
         assert list(uses) == sorted(set(uses)), label
         assert not [name for name in uses if not (pages / f"{name}.md").is_file()], label

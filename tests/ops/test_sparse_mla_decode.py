@@ -460,7 +460,7 @@ def test_flash_mla_s_call_names_caches_that_do_not_go_together() -> None:
             )
 
 
-@pytest.mark.parametrize("kernel", ["cute-dsl/sparse_mla_v1", "triton/sparse_mla", "cutile-dsl/sparse_mla"])
+@pytest.mark.parametrize("kernel", ["cute-dsl/sparse_mla", "triton/sparse_mla", "cutile-dsl/sparse_mla"])
 def test_versions_that_do_not_read_v41_say_so(kernel: str) -> None:
     problem = PROBLEMS["v41_fp4"]
     with pytest.raises(

@@ -60,7 +60,7 @@ def test_long_names_go_on_in_the_next_line_where_a_table_is_too_wide(
     table: Callable[[list[Record]], Table], make: Callable[..., Record], capsys: pytest.CaptureFixture[str]
 ) -> None:
     records: list[Any] = [
-        make("cute-dsl/sparse_mla_v1", 12_345.6, problem=LONG),
+        make("cute-dsl/sparse_mla", 12_345.6, problem=LONG),
         make("cute-dsl/sparse_mla_v2", 123_456.7, problem=LONG),
         make("peer/torch_compile_merge_partials", 123_456.7, problem=LONG, day="2026-11-20"),
     ]

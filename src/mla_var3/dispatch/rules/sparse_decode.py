@@ -6,11 +6,6 @@ from mla_var3.dispatch.rule import HOPPER, Rule
 
 RULES = (
     Rule("cute-dsl/sparse_mla_v2", "it widens the codes of packed caches on the way into registers", archs=HOPPER),
-    Rule(
-        "cute-dsl/sparse_mla_v1",
-        "it takes nothing that version 2 does not take; it stays while the cells of sparse_decode are its records",
-        archs=HOPPER,
-    ),
     Rule("cute-dsl/sparse_mla", "it takes bf16 caches, which have no codes", archs=HOPPER),
     Rule("cute-dsl/sparse_mla_mma", "it takes every GPU from sm_80 on, and keeps codes as they are in shared memory"),
     Rule("triton/sparse_mla", "it takes layouts of V4, extra caches, and GPUs without CuTe DSL"),

@@ -1,5 +1,5 @@
 r"""Sparse decode over a bf16 cache for Hopper (sm_90a), 64 heads of a query token a tile: persistent CTAs, rows
-gathered by cp.async. Packed caches are version 1's.
+gathered by cp.async. Packed caches are version 2's.
 
     out[row, :] = softmax(scale · q[row] · Kᵀ) · V      K = the tokens that the row's indices name, V = K[:, :512]
 

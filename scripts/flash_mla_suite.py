@@ -142,10 +142,9 @@ def plan_for(problem: SparseProblem | MlaProblem, device: Device | None, kernel:
     return plan
 
 
-def is_bundled(problem: SparseProblem | MlaProblem, device: Device, kernel: str = "") -> bool:
-    """Whether open bundles have the code of a case."""
+def is_bundled(problem: SparseProblem | MlaProblem, device: Device, there: set[str], kernel: str = "") -> bool:
+    """Whether the code of a case is among that of these identities."""
     plan = plan_for(problem, device, kernel)
-    there = {entry["identity"] for folder in aot.bundle_dirs() for entry in aot.entries_of(folder)}
     source, made = aot.source_of(plan).hash, plan.plan_empty()
     names = [stage.name for stage in getattr(made, "stages", ())] or [made.name]
     keys = [aot.make_key(source, plan.code_class(plan.problem), plan.tiling, device, name) for name in names]
@@ -389,10 +388,11 @@ def classes_of(
     ordered = sorted(found.values(), key=len, reverse=True)
     if bundled and device is not None:
         rooms = [room_of(problem_of(case)) for case in cases]
+        there = {entry["identity"] for folder in aot.bundle_dirs() for entry in aot.entries_of(folder)}
         ordered = [
             sorted(numbers, key=rooms.__getitem__, reverse=True)
             for numbers in ordered
-            if is_bundled(problem_of(cases[numbers[0]]), device, kernel)
+            if is_bundled(problem_of(cases[numbers[0]]), device, there, kernel)
         ]
         ordered = [numbers[i : i + TOGETHER] for numbers in ordered for i in range(0, len(numbers), TOGETHER)]
         ordered.sort(key=lambda numbers: rooms[numbers[0]], reverse=True)

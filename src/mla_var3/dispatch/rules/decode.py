@@ -23,12 +23,12 @@ def _near_rows(problem: MlaProblem, value: float) -> Iterator[MlaProblem]:
 ROWS = Quantity("query rows of a request", _rows, _near_rows)
 
 
-#: From 1 on, as every quantity is above 0.
+#: 1 stands for none: quantities are above 0.
 COLUMNS_OF_ROPE = Quantity(
     "rope columns (1 for none)", lambda pd: max(pd.p, 1), lambda pd, value: [pd.replace(p=64 if value > 1 else 0)], True
 )
-ROUNDOFF = Quantity(
-    "bits of a value", lambda pd: {"bf16": 8, "fp16": 11}[pd.dtype],
+SIGNIFICAND = Quantity(
+    "bits of a significand", lambda pd: {"bf16": 8, "fp16": 11}[pd.dtype],
     lambda pd, value: [pd.replace(dtype="bf16" if value < 11 else "fp16")], True,
 )  # fmt: skip
 
@@ -88,7 +88,7 @@ RULES = (
         "cute-dsl/flash_mla_mma_v2",
         "on an H200, limited to the 99 KB of shared memory of an RTX 4090, it took 0.94 to 1.03 of the time of "
         "Triton's version; fp16 and caches without rope were not run in its present form",
-        where=(Bound(ROWS, 32, above=True), Bound(COLUMNS_OF_ROPE, 1, above=True), Bound(ROUNDOFF, 8)),
+        where=(Bound(ROWS, 32, above=True), Bound(COLUMNS_OF_ROPE, 1, above=True), Bound(SIGNIFICAND, 8)),
         archs=("sm_80", "sm_86", "sm_87", "sm_89"),
     ),
     Rule("triton/flash_mla", "it takes every GPU from sm_80 on, and needs no other compiler"),

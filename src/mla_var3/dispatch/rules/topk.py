@@ -9,7 +9,7 @@ HELD = 32768  # logits of a row, at most, in the registers of a CTA
 
 
 def _ctas(problem: TopkProblem) -> int:
-    """As many, a power of two for each row, hold all rows in registers."""
+    """How many CTAs hold all rows in registers: of each row a power of two."""
     return problem.rows * (1 << (-(-problem.t // HELD) - 1).bit_length())
 
 

@@ -74,7 +74,9 @@ ROWS: dict[str, list[Cell]] = {
     "bf16, fp16": here({"dtype": "bf16"}, {"dtype": "fp16"}),
     "fp32": here({"dtype": "fp32"}),
     "Hopper (sm_90a)": [({"h": 16}, key) for key in ("h100", "h800", "h200", "h20")],
-    "Ampere and Ada (sm_80, sm_86, sm_89)": [({"h": h}, key) for h in (16, 128) for key in ("a100", "a40", "rtx4090")],
+    "Ampere and Ada (sm_80, sm_86, sm_87, sm_89)": [
+        ({"h": h}, key) for h in (16, 128) for key in ("a100", "a40", "rtx4090")
+    ],
     "Blackwell (sm_100a, sm_120a)": [({"h": h}, key) for h in (16, 128) for key in ("rtx5090", "b200")],
 }
 

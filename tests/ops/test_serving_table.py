@@ -272,8 +272,8 @@ NAMED: dict[str, list[Problem]] = {
         get(name).problem(**get(name).sample(False, {})) for name in ("indexer_logits", "topk")
     ],
     "new tokens into caches (`rope_append`, `latent_append`), `rmsnorm`, `merge_partials`": [],
-    "`absorb_gemm`, up to 32 tokens": [
-        get("gemm").problem(side=side, tokens=n, h=128) for side in ("q", "out") for n in (1, 32)
+    "`absorb_gemm`": [
+        get("gemm").problem(side=side, tokens=n, h=128) for side in ("q", "out") for n in (1, 32, 33, 128, 4096)
     ],
 }  # fmt: skip
 

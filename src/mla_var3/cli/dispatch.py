@@ -74,10 +74,11 @@ def _explained(problem: Problem, device: Device, judged: Sequence[Judged]) -> li
         mark = f"; {device.mark} on {device.arch}" if device.mark else ""
         lines.append(f"picked: {picked.choice.label}, by rule {picked.number}{mark}")
     else:
-        from mla_var3.ops.prefill import ANYWHERE
+        lines.append("no version takes this problem here")
+        if problem.workload == "prefill":
+            from mla_var3.ops.prefill import ANYWHERE
 
-        instead = f": mla_prefill computes it by {ANYWHERE}, which waits for the device"
-        lines.append(f"no version takes this problem here{instead if problem.workload == 'prefill' else ''}")
+            lines[-1] += f": mla_prefill computes it by {ANYWHERE}, which waits for the device"
     for one in judged:
         word = "picked" if one is picked else "then" if one.verdict else "not"
         lines.append(f"  {one.number}  {word:7}{one.choice.label}, for {one.rule.condition}: {one.rule.reason}")

@@ -24,9 +24,10 @@ KV tile stands between the products of the next one, a step of it behind those o
               loaded next; all warps of the output are done with the KV tile before
     EMPTY     the KV tile two further on has arrived, and P of the tile before has been read
 
-So three KV tiles are in work at once, and a fourth one is loaded. With three stages it is loaded while the output is
-computed, and EMPTY is told behind that. With three stages of 32 tokens, which is what 163 KB hold, there is no room for
-two buffers of partial sums and for one more panel of the query, and the softmax stands behind the products.
+So three KV tiles are in work at once, and a fourth one is loaded. With three stages, which is what 163 KB hold of 32
+tokens and 99 KB of 16, there is no fourth. Then the softmax stands behind the products as in version 2, and EMPTY is
+told behind the output. With the overlap, a KV tile that arrives late would hold up the scores, and these, half of
+their products later, the next output: in a chain, where now each waits for the tile alone.
 
 **Empty loads.** Ahead of a cp.async that a load from shared memory precedes ptxas puts three empty loads, which take
 the way of shared memory too. Copies side by side need them once, so those of 16 tokens' products are.
@@ -88,8 +89,8 @@ SPLIT_TOKENS = 64  # which fixed splits are multiples of
 WIDTHS = (256, 512)  # latent columns
 SLICE = warp_mma.K  # columns of a query or key that a product is over
 PANEL_SLICES = PANEL // SLICE
-RESIDENT = {32: 4, 16: 6}  # panels of the query that lie in registers, 16 a panel, by the tokens of a KV tile
-RESIDENT_APART = 5  # the same with 32 tokens where the softmax does not overlap, so that no scores are kept meanwhile
+RESIDENT = {32: 5, 16: 6}  # panels of the query that lie in registers, 16 a panel, by the tokens of a KV tile
+RESIDENT_OVERLAPPED = 4  # the same where the softmax overlaps, so that scores are kept in registers meanwhile
 ROW_BYTES = 2 * PANEL  # of a token or a query row in a panel
 PAD = 8  # elements behind a row of P: ldmatrix reads eight rows from all banks
 BUFFERS = 2  # of P
@@ -129,9 +130,9 @@ class Geometry:
 
     @property
     def overlap(self) -> bool:
-        """Whether the softmax of a KV tile stands between the products of the next one's scores. With three stages of
-        32 tokens there is no room for what that takes."""
-        return self.tokens != TOKEN_TILES[0] or self.stages > FEWEST_STAGES
+        """Whether the softmax of a KV tile stands between the products of the next one's scores. That takes a stage more,
+        and pays with 32 tokens only."""
+        return self.tokens == TOKEN_TILES[0] and self.stages > FEWEST_STAGES
 
     @property
     def spread(self) -> bool:
@@ -192,7 +193,7 @@ class Geometry:
     @property
     def resident(self) -> int:
         """Panels of the query that lie in registers: the first ones. The others lie in shared memory."""
-        return min(RESIDENT[self.tokens] if self.overlap else RESIDENT_APART, self.panels)
+        return min(RESIDENT_OVERLAPPED if self.overlap else RESIDENT[self.tokens], self.panels)
 
     @property
     def query_elements(self) -> int:
@@ -850,7 +851,6 @@ class Output(Cell):
         steps, columns = cutlass.const_expr((geometry.token_blocks // 2, geometry.columns // 2))
         of_step = cutlass.const_expr(columns * geometry.ways if geometry.spread else 0)  # panels
         source, target = copy.source, copy.target
-        told = cutlass.const_expr(columns - 1 if steps > 1 else columns // 2 - 1)  # behind half of the products
         for n in cutlass.range(steps, unroll=1):
             # Else each sum of an address and a constant takes a register from step to step.
             values, weights = opaque(values), opaque(weights)
@@ -874,7 +874,7 @@ class Output(Cell):
                                 self.copy_panel(later, i)
                         elif loads & (n * columns + i < geometry.copies - 1):
                             self.copy_panel(later, i)
-                if cutlass.const_expr(geometry.overlap and geometry.stages > FEWEST_STAGES and j == told):
+                if cutlass.const_expr(geometry.overlap and j == columns - 1):  # half of the products
                     if n == 0:
                         cute.arch.cp_async_wait_group(geometry.stages - FEWEST_STAGES - 1)
                         if tells:
@@ -907,7 +907,6 @@ class Output(Cell):
         back = cutlass.const_expr(-(stages - 1) * tile_bytes)
         copied = cutlass.const_expr(steps * (geometry.columns // 2) * geometry.ways * geometry.spread)  # panels
         moved = cute.make_rmem_tensor(SCORE_WARPS, Int32)
-        ahead = cutlass.const_expr(1 if geometry.overlap else BUFFERS)
         for tile in cutlass.range(count, unroll=1):
             cute.arch.barrier(barrier_id=int(Barrier.FULL) + buffer, number_of_threads=THREADS)
             cute.autovec_copy(self.moved_in(buffer), moved)
@@ -925,9 +924,9 @@ class Output(Cell):
             values, weights, target = self.output(values, weights, copy, loads, empty, tile + 1 < count)
             if tile > 0:
                 cute.arch.cp_async_commit_group()
-            if cutlass.const_expr(stages == FEWEST_STAGES):
-                cute.arch.cp_async_wait_group(0)
-                if tile + ahead < count:
+            if cutlass.const_expr(not geometry.overlap):
+                cute.arch.cp_async_wait_group(stages - FEWEST_STAGES)
+                if tile + BUFFERS < count:
                     cute.arch.barrier_arrive(barrier_id=empty, number_of_threads=THREADS)
             # To the next stage and the other buffer; copies go to the stage before.
             step = cutlass.select_(stage == stages - 1, Int32(back), Int32(tile_bytes))

@@ -15,7 +15,7 @@ has 64 columns of all rows.
 **Against version 2**, where a warp of the scores multiplies nothing while it is in its softmax: here the softmax of a
 KV tile stands between the products of the next one, a step of it behind those of each slice of 16 columns.
 
-    warps 0..7    output    wait FULL i | O += P·V of KV tile i, copies of tile i + stages - 1; half-way arrive EMPTY i
+    warps 0..7    output    wait FULL i | arrive EMPTY i | O += P·V of KV tile i, copies of tile i + stages - 1
     warps 8..11   scores    wait EMPTY i - 1 | S = Q·Kᵀ of KV tile i + 1, softmax of tile i; half-way arrive FULL i
 
     copies    cp.async of a KV tile in panels of 64 columns, by the warps of the output, between their products, into
@@ -24,10 +24,15 @@ KV tile stands between the products of the next one, a step of it behind those o
               loaded next; all warps of the output are done with the KV tile before
     EMPTY     the KV tile two further on has arrived, and P of the tile before has been read
 
-So three KV tiles are in work at once, and a fourth one is loaded. With three stages, which is what 163 KB hold of 32
-tokens and 99 KB of 16, there is no fourth. Then the softmax stands behind the products as in version 2, and EMPTY is
-told behind the output. With the overlap, a KV tile that arrives late would hold up the scores, and these, half of
-their products later, the next output: in a chain, where now each waits for the tile alone.
+So three KV tiles are in work at once, and a fourth one is loaded. FULL i is told when half of the products of KV tile
+i + 1 are left, so the scores find EMPTY i told when they are done with them.
+
+**Three stages**, which is what 163 KB hold of 32 tokens and 99 KB of 16, leave no fourth stage. So a KV tile is loaded
+into the stage of the output's own, when a barrier of the warps of the output says that no one reads it any more. A warp
+has registers for all that it reads of 16 tokens: it reads that, and the copies start ahead of the products. With 32
+tokens they start behind them. There is no room then for two buffers of partial sums and for one more panel of the
+query, so the softmax stands behind the products as in version 2, and EMPTY, which says that P of the tile itself has
+been read, is told behind the output.
 
 **Empty loads.** Ahead of a cp.async that a load from shared memory precedes ptxas puts three empty loads, which take
 the way of shared memory too. Copies side by side need them once, so those of 16 tokens' products are.
@@ -89,8 +94,8 @@ SPLIT_TOKENS = 64  # which fixed splits are multiples of
 WIDTHS = (256, 512)  # latent columns
 SLICE = warp_mma.K  # columns of a query or key that a product is over
 PANEL_SLICES = PANEL // SLICE
-RESIDENT = {32: 5, 16: 6}  # panels of the query that lie in registers, 16 a panel, by the tokens of a KV tile
-RESIDENT_OVERLAPPED = 4  # the same where the softmax overlaps, so that scores are kept in registers meanwhile
+RESIDENT = {32: 4, 16: 6}  # panels of the query that lie in registers, 16 a panel, by the tokens of a KV tile
+RESIDENT_APART = 5  # the same with 32 tokens where the softmax does not overlap, so that no scores are kept meanwhile
 ROW_BYTES = 2 * PANEL  # of a token or a query row in a panel
 PAD = 8  # elements behind a row of P: ldmatrix reads eight rows from all banks
 BUFFERS = 2  # of P
@@ -130,14 +135,20 @@ class Geometry:
 
     @property
     def overlap(self) -> bool:
-        """Whether the softmax of a KV tile stands between the products of the next one's scores. That takes a stage more,
-        and pays with 32 tokens only."""
-        return self.tokens == TOKEN_TILES[0] and self.stages > FEWEST_STAGES
+        """Whether the softmax of a KV tile stands between the products of the next one's scores. With three stages of
+        32 tokens there is no room for what that takes."""
+        return self.tokens != TOKEN_TILES[0] or self.stages > FEWEST_STAGES
 
     @property
     def spread(self) -> bool:
-        """Whether the copies of a KV tile stand between the products of the output, else ahead of them."""
-        return self.tokens == TOKEN_TILES[0]
+        """Whether copies of a KV tile stand between the products of the output, and go to the stage that the tile
+        before has left. Else they go to the stage of the output's own KV tile, as soon as nobody reads it any more."""
+        return self.tokens == TOKEN_TILES[0] and self.stages > FEWEST_STAGES
+
+    @property
+    def ahead(self) -> int:
+        """How many KV tiles further on the one is that is loaded at an output."""
+        return self.stages - 1 if self.spread else self.stages
 
     @property
     def group(self) -> int:
@@ -193,7 +204,7 @@ class Geometry:
     @property
     def resident(self) -> int:
         """Panels of the query that lie in registers: the first ones. The others lie in shared memory."""
-        return min(RESIDENT_OVERLAPPED if self.overlap else RESIDENT[self.tokens], self.panels)
+        return min(RESIDENT[self.tokens] if self.overlap else RESIDENT_APART, self.panels)
 
     @property
     def query_elements(self) -> int:
@@ -726,7 +737,7 @@ class Scores(Cell):
         """What the softmax of a KV tile is told. The warps of the output have no register for the source while they
         multiply."""
         geometry = self.geometry
-        source = row_source(self.inputs, of, tile + (geometry.stages - 1), self.lane % geometry.tokens, geometry)
+        source = row_source(self.inputs, of, tile + geometry.ahead, self.lane % geometry.tokens, geometry)
         return Older(tile * geometry.tokens, of.length, unmasked, block, buffer, source, arrives)
 
     @cute.jit
@@ -823,7 +834,7 @@ class Output(Cell):
 
     def addresses(self) -> tuple[Int32, Int32, Int32]:
         """In shared memory: of V in stage 0 and of P in buffer 0, what this lane's first `ldmatrix` reads; where this
-        thread copies to in the last stage. V is K's panels, read transposed: two matrices of tokens, two of columns."""
+        thread copies to first. V is K's panels, read transposed: two matrices of tokens, two of columns."""
         geometry, lane = self.geometry, self.lane
         matrix, swizzle = lane // 8, lane % 8
         column = self.warp * (geometry.columns * warp_mma.N)
@@ -832,15 +843,12 @@ class Output(Cell):
         values = self.stage(Int32(0)) + column // PANEL * geometry.panel_bytes
         values = values + token * ROW_BYTES + (chunk ^ swizzle) * 16
         weights = self.p_in(Int32(0)) + token * geometry.p_stride + matrix // 2 * 16
-        return values, weights, target_of(self.stage(Int32(geometry.stages - 1)), geometry)
+        return values, weights, target_of(self.stage(Int32(geometry.ahead % geometry.stages)), geometry)
 
     @cute.jit
-    def output(
-        self, values: Int32, weights: Int32, copy: Copy, loads: Boolean, empty: Int32, tells: Boolean
-    ) -> tuple[Int32, Int32, Int32]:
+    def output(self, values: Int32, weights: Int32, copy: Copy, loads: Boolean) -> tuple[Int32, Int32, Int32]:
         """O += P·V of this warp's columns. values, weights: `addresses` in the stage and the buffer. copy: of the KV
-        tile that is loaded meanwhile, where one is. empty: the barrier that is told, if any, that the KV tile two
-        further on has arrived. Returns values, weights and copy.target behind the last step."""
+        tile that is loaded meanwhile, where one is. Returns values, weights and copy.target behind the last step."""
         geometry = self.geometry
         stride = cutlass.const_expr(geometry.p_stride)
         a = cute.make_rmem_tensor(cute.make_layout((warp_mma.OPERANDS, ROW_BLOCKS)), self.dtype)
@@ -874,14 +882,48 @@ class Output(Cell):
                                 self.copy_panel(later, i)
                         elif loads & (n * columns + i < geometry.copies - 1):
                             self.copy_panel(later, i)
-                if cutlass.const_expr(geometry.overlap and j == columns - 1):  # half of the products
-                    if n == 0:
-                        cute.arch.cp_async_wait_group(geometry.stages - FEWEST_STAGES - 1)
-                        if tells:
-                            cute.arch.barrier_arrive(barrier_id=empty, number_of_threads=THREADS)
             values, weights = values + warp_mma.K * ROW_BYTES, weights + 2 * warp_mma.K
             source, target = source + 2 * PANEL * of_step, target + geometry.panel_bytes * of_step
         return values, weights, target
+
+    @cute.jit
+    def output_at_once(self, values: Int32, weights: Int32, copy: Copy, loads: Boolean, buffer: Int32, tells: Boolean):
+        """`output` where all that a warp reads of the KV tile and of P has room in registers. Copies go to where the KV
+        tile was, and EMPTY is told."""
+        geometry = self.geometry
+        columns = cutlass.const_expr(geometry.columns // 2)
+        a = cute.make_rmem_tensor(cute.make_layout((warp_mma.OPERANDS, ROW_BLOCKS)), self.dtype)
+        b = cute.make_rmem_tensor(cute.make_layout((4, 2, columns)), self.dtype)
+        load_matrices(weights, a[None, 0])
+        for j in cutlass.range_constexpr(columns):
+            both = cute.make_tensor(b[None, None, j].iterator, cute.make_layout(warp_mma.OPERANDS))
+            load_matrices(values ^ j * 32, both, transposed=True)
+        named_sync(Barrier.OUTPUT, OUTPUT_THREADS)
+        self.copy_all(copy, loads)
+        self.tell_empty(geometry.stages - FEWEST_STAGES + 1, buffer, tells)
+        for i in cutlass.range_constexpr(1, ROW_BLOCKS):
+            load_matrices(weights + i * warp_mma.M * geometry.p_stride, a[None, i])
+        for i in cutlass.range_constexpr(ROW_BLOCKS):
+            for j in cutlass.range_constexpr(columns):
+                for c in cutlass.range_constexpr(2):
+                    acc = self.acc_o[None, i, 2 * j + c]
+                    cute.mma_atom_call(self.mma, acc, a[None, i], b[None, c, j], acc)
+
+    @cute.jit
+    def tell_empty(self, pending: cutlass.Constexpr, buffer: Int32, tells: Boolean):
+        """EMPTY, if the scores wait for it, when all but the last `pending` KV tiles have arrived."""
+        cute.arch.cp_async_wait_group(pending)
+        if tells:
+            cute.arch.barrier_arrive(barrier_id=int(Barrier.EMPTY) + buffer, number_of_threads=THREADS)
+
+    @cute.jit
+    def copy_all(self, copy: Copy, loads: Boolean):
+        """Starts copying all of a thread's panels, where a KV tile is left to load."""
+        if loads:
+            copy_last(copy, self.dtype, self.geometry)
+            for i in cutlass.range_constexpr(self.geometry.copies - 1):
+                self.copy_panel(copy, i)
+        cute.arch.cp_async_commit_group()
 
     def copy_panel(self, copy: Copy, i: int) -> None:
         """Starts copying the thread's i-th panel, which is not its last one."""
@@ -903,35 +945,42 @@ class Output(Cell):
         stage, buffer = Int32(0), Int32(0)
         values, weights, target = self.addresses()
         values, weights, target = opaque(values), opaque(weights), opaque(target)
-        steps, tile_bytes = cutlass.const_expr((geometry.token_blocks // 2, 2 * geometry.stage_elements))
+        at_once = cutlass.const_expr(geometry.tokens == warp_mma.K)
+        steps = cutlass.const_expr(0 if at_once else geometry.token_blocks // 2)  # that `output` moves addresses by
+        tile_bytes = cutlass.const_expr(2 * geometry.stage_elements)
         back = cutlass.const_expr(-(stages - 1) * tile_bytes)
         copied = cutlass.const_expr(steps * (geometry.columns // 2) * geometry.ways * geometry.spread)  # panels
         moved = cute.make_rmem_tensor(SCORE_WARPS, Int32)
+        last = cutlass.const_expr(0 if geometry.spread else stages - 1)  # at which stage copies go to the last one
         for tile in cutlass.range(count, unroll=1):
             cute.arch.barrier(barrier_id=int(Barrier.FULL) + buffer, number_of_threads=THREADS)
             cute.autovec_copy(self.moved_in(buffer), moved)
             source = source_of(self.sources_in(buffer)[loaded_row(geometry)], geometry)
             copy = Copy(source, target, way_of(geometry))
-            loads = (tile > 0) & (tile + (stages - 1) < count)
-            if loads:
-                copy_last(copy, self.dtype, geometry)
-                if cutlass.const_expr(not geometry.spread):
-                    for i in cutlass.range_constexpr(geometry.copies - 1):
-                        self.copy_panel(copy, i)
+            loads = tile + geometry.ahead < count
+            if cutlass.const_expr(geometry.spread):
+                loads = loads & (tile > 0)
+                if loads:
+                    copy_last(copy, self.dtype, geometry)
             if (moved[0] | moved[1] | moved[2] | moved[3]) != 0:
                 self.rescale(buffer, moved)
-            empty = int(Barrier.EMPTY) + buffer
-            values, weights, target = self.output(values, weights, copy, loads, empty, tile + 1 < count)
-            if tile > 0:
-                cute.arch.cp_async_commit_group()
-            if cutlass.const_expr(not geometry.overlap):
-                cute.arch.cp_async_wait_group(stages - FEWEST_STAGES)
-                if tile + BUFFERS < count:
-                    cute.arch.barrier_arrive(barrier_id=empty, number_of_threads=THREADS)
-            # To the next stage and the other buffer; copies go to the stage before.
+            # Told behind the products, the scores would wait for EMPTY: FULL comes when half of theirs are left.
+            if cutlass.const_expr(at_once):
+                self.output_at_once(values, weights, copy, loads, buffer, tile + 1 < count)
+            elif cutlass.const_expr(geometry.spread):
+                self.tell_empty(stages - FEWEST_STAGES - 1, buffer, tile + 1 < count)
+                values, weights, target = self.output(values, weights, copy, loads)
+                if tile > 0:
+                    cute.arch.cp_async_commit_group()
+            else:
+                values, weights, target = self.output(values, weights, copy, loads)
+                self.tell_empty(stages - FEWEST_STAGES, buffer, tile + BUFFERS < count)
+                named_sync(Barrier.OUTPUT, OUTPUT_THREADS)  # nobody reads the KV tile any more
+                self.copy_all(copy, loads)
+            # To the next stage and the other buffer.
             step = cutlass.select_(stage == stages - 1, Int32(back), Int32(tile_bytes))
             values = values + step - steps * warp_mma.K * ROW_BYTES
-            step = cutlass.select_(stage == 0, Int32(back), Int32(tile_bytes))
+            step = cutlass.select_(stage == last, Int32(back), Int32(tile_bytes))
             target = target + step - copied * geometry.panel_bytes
             step = cutlass.select_(buffer == 0, Int32(2 * geometry.p_elements), Int32(-2 * geometry.p_elements))
             weights = weights + step - steps * 2 * warp_mma.K

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 KERNEL = "cute-dsl/flash_mla_mma_v3"
 LENGTHS = [9000, 1, 700, 4133]
-PACKED = {"b": 6, "causal": True, "lengths": [9000, 1, 0, 700, 4133, 900], "queries": [1, 1, 3, 0, 40, 2]}
+PACKED = {"b": 6, "causal": True, "t": [9000, 1, 0, 700, 4133, 900], "queries": [1, 1, 3, 0, 40, 2]}
 #: Fields of a problem, and knobs. Tokens of a KV tile and stages are those that the devices of `devices.json` choose.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(({"h": h}, {}) for h in (33, 64, 128)),

@@ -27,15 +27,15 @@ KV tile stands between the products of the next one, a step of it behind those o
 So three KV tiles are in work at once, and a fourth one is loaded. FULL i is told when half of the products of KV tile
 i + 1 are left, so the scores find EMPTY i told when they are done with them.
 
-**Three stages**, which is what 163 KB hold of 32 tokens and 99 KB of 16, leave no fourth stage. So a KV tile is loaded
-into the stage of the output's own, when a barrier of the warps of the output says that no one reads it any more. A warp
-has registers for all that it reads of 16 tokens: it reads that, and the copies start ahead of the products. With 32
-tokens they start behind them. There is no room then for two buffers of partial sums and for one more panel of the
-query, so the softmax stands behind the products as in version 2, and EMPTY, which says that P of the tile itself has
-been read, is told behind the output.
+**Three stages**, which is what 163 KB hold of 32 tokens and 99 KB of 16, leave no fourth stage. Of 16 tokens a warp of
+the output has registers for all that it reads. So it reads that, a barrier of these warps says that no one reads the KV
+tile any more, and the copies of the one three further on go there, ahead of the products. With 32 tokens the stage that
+the tile before has left is loaded into, ahead of the products too. There is no room then for two buffers of partial
+sums and for one more panel of the query, so the softmax stands behind the products as in version 2, and EMPTY, which
+says that P of the tile itself has been read, is told behind the output.
 
 **Empty loads.** Ahead of a cp.async that a load from shared memory precedes ptxas puts three empty loads, which take
-the way of shared memory too. Copies side by side need them once, so those of 16 tokens' products are.
+the way of shared memory too. Copies side by side need them once, so those of a step of 16 tokens are.
 
 **Registers.** With twelve warps a thread has 168. A warp of the output holds 128 of outputs. A warp of the scores would
 hold 144 of Q, so it keeps the first panels there, 16 registers each, and reads the others from shared memory in each KV
@@ -141,14 +141,19 @@ class Geometry:
 
     @property
     def spread(self) -> bool:
-        """Whether copies of a KV tile stand between the products of the output, and go to the stage that the tile
-        before has left. Else they go to the stage of the output's own KV tile, as soon as nobody reads it any more."""
+        """Whether the copies of a KV tile stand between the products of the output, else ahead of them."""
         return self.tokens == TOKEN_TILES[0] and self.stages > FEWEST_STAGES
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a warp of the output has registers for all that it reads of a KV tile. Then copies go to the stage of
+        the output's own KV tile, as soon as nobody reads it any more, else to the one that the tile before has left."""
+        return self.tokens == warp_mma.K
 
     @property
     def ahead(self) -> int:
         """How many KV tiles further on the one is that is loaded at an output."""
-        return self.stages - 1 if self.spread else self.stages
+        return self.stages if self.at_once else self.stages - 1
 
     @property
     def group(self) -> int:
@@ -945,29 +950,32 @@ class Output(Cell):
         stage, buffer = Int32(0), Int32(0)
         values, weights, target = self.addresses()
         values, weights, target = opaque(values), opaque(weights), opaque(target)
-        at_once = cutlass.const_expr(geometry.tokens == warp_mma.K)
-        steps = cutlass.const_expr(0 if at_once else geometry.token_blocks // 2)  # that `output` moves addresses by
+        # Steps of `output`, each of which moves addresses on.
+        steps = cutlass.const_expr(0 if geometry.at_once else geometry.token_blocks // 2)
         tile_bytes = cutlass.const_expr(2 * geometry.stage_elements)
         back = cutlass.const_expr(-(stages - 1) * tile_bytes)
         copied = cutlass.const_expr(steps * (geometry.columns // 2) * geometry.ways * geometry.spread)  # panels
         moved = cute.make_rmem_tensor(SCORE_WARPS, Int32)
-        last = cutlass.const_expr(0 if geometry.spread else stages - 1)  # at which stage copies go to the last one
+        last = cutlass.const_expr(stages - 1 if geometry.at_once else 0)  # at which stage copies go to the last one
         for tile in cutlass.range(count, unroll=1):
             cute.arch.barrier(barrier_id=int(Barrier.FULL) + buffer, number_of_threads=THREADS)
             cute.autovec_copy(self.moved_in(buffer), moved)
             source = source_of(self.sources_in(buffer)[loaded_row(geometry)], geometry)
             copy = Copy(source, target, way_of(geometry))
             loads = tile + geometry.ahead < count
-            if cutlass.const_expr(geometry.spread):
+            if cutlass.const_expr(not geometry.at_once):
                 loads = loads & (tile > 0)
+            if cutlass.const_expr(geometry.spread):
                 if loads:
                     copy_last(copy, self.dtype, geometry)
+            elif cutlass.const_expr(not geometry.at_once):
+                self.copy_all(copy, loads)
             if (moved[0] | moved[1] | moved[2] | moved[3]) != 0:
                 self.rescale(buffer, moved)
             # Told behind the products, the scores would wait for EMPTY: FULL comes when half of theirs are left.
-            if cutlass.const_expr(at_once):
+            if cutlass.const_expr(geometry.at_once):
                 self.output_at_once(values, weights, copy, loads, buffer, tile + 1 < count)
-            elif cutlass.const_expr(geometry.spread):
+            elif cutlass.const_expr(geometry.overlap):
                 self.tell_empty(stages - FEWEST_STAGES - 1, buffer, tile + 1 < count)
                 values, weights, target = self.output(values, weights, copy, loads)
                 if tile > 0:
@@ -975,8 +983,6 @@ class Output(Cell):
             else:
                 values, weights, target = self.output(values, weights, copy, loads)
                 self.tell_empty(stages - FEWEST_STAGES, buffer, tile + BUFFERS < count)
-                named_sync(Barrier.OUTPUT, OUTPUT_THREADS)  # nobody reads the KV tile any more
-                self.copy_all(copy, loads)
             # To the next stage and the other buffer.
             step = cutlass.select_(stage == stages - 1, Int32(back), Int32(tile_bytes))
             values = values + step - steps * warp_mma.K * ROW_BYTES

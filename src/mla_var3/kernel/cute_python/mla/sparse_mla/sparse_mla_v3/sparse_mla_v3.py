@@ -26,15 +26,16 @@ The columns of Oᵀ, of P and of Sᵀ are heads in the order of the CTA: its own
     full           producers, bytes of a tile                consumers of this CTA
     empty          consumers, once the tile is multiplied    producers of this CTA
     scores_full    the other CTA's sums, by parity           the consumer that makes the softmax
+    max_full       running maxima of own heads, by parity    the other consumer of this CTA, for the next tile's
     p_full         P of both CTAs, by parity                 both consumers
     p_free         consumers of both CTAs: P is multiplied   who makes the next P of that parity; results on their way
     sums_full      the other CTA's sums of P, once a split   both consumers
 
 Every wait is for something that an earlier tile, or an earlier step of the same tile, brings: the sums of tile t need
-its load, which needs that tile t - stages is multiplied; the softmax of t needs those sums of both CTAs, P of t - 1 and
-that tile t - 2 is multiplied by all; products with tile t need P of t. Sums of tile t + 2 are sent behind the wait for
-P of t (`run`): then their place is free, since whoever made P had read it. Both CTAs belong to one worker, so they go
-through the same tiles. A cluster meets before its first exchange and behind its last one.
+its load, which needs that tile t - stages is multiplied; the softmax of t needs those sums of both CTAs, the maximum of
+t - 1 and that tile t - 2 is multiplied by all; products with tile t need P of t. Sums of tile t + 2 are sent behind the
+wait for P of t (`run`): then their place is free, since whoever made P had read it. Both CTAs belong to one worker, so
+they go through the same tiles. A cluster meets before its first exchange and behind its last one.
 
 How codes become A operands, what happens to scales and to rows that no index names, is version 2's. Only layout v32 is
 there, with indices, without lengths, and workers merge the splits that requests are cut into.
@@ -199,6 +200,7 @@ def shared_storage(geometry: Geometry) -> type:
         "query_full": array(Int64, 1),
         "query_empty": array(Int64, 1),
         "scores_full": array(Int64, CONSUMERS),
+        "max_full": array(Int64, CONSUMERS),
         "p_full": array(Int64, CONSUMERS),
         "p_free": array(Int64, CONSUMERS),
         "sums_full": array(Int64, 1),
@@ -861,8 +863,7 @@ class Consumer:
 
     @cute.jit
     def move_max(self, row_max: cute.Tensor):
-        """Moves the maximum of the own heads that need it, and rescales their sums. Outputs follow later
-        (`follow_max`)."""
+        """Moves the maximum of the own heads that need it. Sums and outputs follow."""
         columns = wgmma.as_columns(self.own_s)
         n, count = self.geometry.n, self.geometry.n // 4
         lane, warp = self.thread % 32, self.thread // 32
@@ -875,19 +876,20 @@ class Consumer:
         self.sync()
         softmax.collect(best, self.exchange, WARPS, lane, True)
         for c in cutlass.range_constexpr(count):
-            new = softmax.lazy_max(row_max[c], best[c])
-            self.row_sum[c] = self.row_sum[c] * softmax.exp2(row_max[c] - new)
-            row_max[c] = new
+            row_max[c] = softmax.lazy_max(row_max[c], best[c])
+
+    def moves(self, maker: Any, side: int) -> Int32:
+        """How often the maxima have moved that P of a consumer's last tile stands at."""
+        word = cute.recast_ptr(self.max_words(maker, side) + self.geometry.n, dtype=Int32)
+        return cute.arch.make_warp_uniform(cute.make_tensor(word, cute.make_layout(1))[0])
 
     @cute.jit
-    def follow_max(self, maker: Int32, sums: cutlass.Constexpr):
+    def follow_max(self, maker: Int32, sums: Boolean):
         """Brings outputs to the maxima that P of a consumer's last tile stands at, if these have moved; sums: and this
         consumer's sums, of own heads."""
-        n, count = cutlass.const_expr(self.geometry.n), cutlass.const_expr(self.geometry.both // 4)
-        lane, moved, seen = self.thread % 32, [], self.seen
-        for side in cutlass.range_constexpr(CTAS):
-            word = cute.recast_ptr(self.max_words(maker, side) + n, dtype=Int32)
-            moved.append(cute.arch.make_warp_uniform(cute.make_tensor(word, cute.make_layout(1))[0]))
+        count = cutlass.const_expr(self.geometry.both // 4)
+        lane, seen = self.thread % 32, self.seen
+        moved = [self.moves(maker, side) for side in range(CTAS)]
         if (moved[0] != seen[0]) | (moved[1] != seen[1]):
             theirs, mine = cute.make_rmem_tensor(count, Float32), cute.make_rmem_tensor(count, Float32)
             for side in cutlass.range_constexpr(CTAS):
@@ -900,24 +902,34 @@ class Consumer:
             cute.arch.sync_warp()
             for c in cutlass.range_constexpr(count):
                 mine[c] = softmax.exp2(mine[c] - theirs[c])
-            if cutlass.const_expr(sums):
+            if sums:
                 for c in cutlass.range_constexpr(count // 2):
                     self.row_sum[c] = self.row_sum[c] * mine[c]
             for i in cutlass.range_constexpr(HALF_PANELS):
                 wgmma.scale_columns(self.acc_o[i], mine)
 
     @cute.jit
-    def own_softmax(self, parity: Int32):
-        """P of an own tile, whose sums over this CTA's columns are in acc_s, to both CTAs. parity: of the tile, among
-        the consumer's own."""
+    def own_softmax(self, tile: Int32, parity: Int32, other: Int32):
+        """P of an own tile, whose sums over this CTA's columns are in acc_s, to both CTAs. The maximum goes on from
+        that of the tile before, which the other consumer has made. Outputs and sums stand at that of this consumer's
+        own tile before. tile: of the split. parity, other: of this tile and of the one before, among their
+        consumer's."""
         n, lane, warp = self.geometry.n, self.thread % 32, self.thread // 32
-        row_max = cute.make_rmem_tensor(n // 4, Float32)
-        softmax.collect(row_max, self.maxima, 1, lane, True)
+        row_max, moved = cute.make_rmem_tensor(n // 4, Float32), Int32(0)
+        row_max.fill(softmax.NO_KEY)
+        if tile > 0:
+            cute.arch.mbarrier_wait(self.barrier("max_full", 1 - self.me), other)
+            softmax.collect(row_max, self.max_words(1 - self.me, OWN), 1, lane, True)
+            moved = self.moves(1 - self.me, OWN)
         self.add_scores(parity)
-        count = self.seen[OWN]
         if self.exceeds(row_max):
             self.move_max(row_max)
-            count = count + 1
+            moved = moved + 1
+        if moved != self.seen[OWN]:
+            older = cute.make_rmem_tensor(n // 4, Float32)
+            softmax.collect(older, self.maxima, 1, lane, True)
+            for c in cutlass.range_constexpr(n // 4):
+                self.row_sum[c] = self.row_sum[c] * softmax.exp2(older[c] - row_max[c])
         columns = wgmma.as_columns(self.own_s)
         for c in cutlass.range_constexpr(n // 4):
             for r in cutlass.range_constexpr(2):
@@ -929,7 +941,7 @@ class Consumer:
             words = self.max_words(self.me, OWN)
             softmax.publish(row_max, words, lane)
             if lane == 0:
-                cute.make_tensor(cute.recast_ptr(words + n, dtype=Int32), cute.make_layout(1))[0] = count
+                cute.make_tensor(cute.recast_ptr(words + n, dtype=Int32), cute.make_layout(1))[0] = moved
         cute.arch.fence_view_async_shared()
         self.sync()
         self.send_p()
@@ -940,6 +952,7 @@ class Consumer:
         geometry, full = self.geometry, self.barrier("p_full", self.me)
         if self.thread == 0:
             max_bytes = 4 * geometry.max_words
+            cute.arch.mbarrier_arrive(self.barrier("max_full", self.me))
             cute.arch.mbarrier_arrive_and_expect_tx(full, geometry.p_bytes + max_bytes)
             there = of_peer(full.toint(), self.rank)
             source = self.storage.p.data_ptr().toint() + self.me * (CTAS * geometry.p_bytes)
@@ -1018,21 +1031,24 @@ class Consumer:
             if (tile + CONSUMERS >= count) & ((tile < count) | (tile == 1)):
                 warp_arrive(self.barrier("query_empty", 0))
             if tile >= CONSUMERS:
+                found = self.begin_values(last)
                 cute.arch.mbarrier_wait(self.barrier("p_full", self.me), own ^ 1)
-            # Not earlier: the other CTA has read what was sent of the tile before, since P of it has come.
+                # Not earlier: the other CTA has read what was sent of the tile before, since P of it has come.
+                if tile < count:
+                    self.send_scores()
+                self.follow_max(self.me, Boolean(False))
+                self.multiply(0, last, found)
+            else:
+                if tile < count:
+                    self.send_scores()
             if tile < count:
-                self.send_scores()
-            if tile >= CONSUMERS:
-                self.follow_max(self.me, False)
-                self.multiply(0, last, self.begin_values(last))
+                self.own_softmax(tile, own, other)
             if (tile >= 1) & (tile <= count):
                 cute.arch.mbarrier_wait(self.barrier("full", before), phase_before)
+                found = self.begin_values(before)
                 cute.arch.mbarrier_wait(self.barrier("p_full", 1 - self.me), other)
-                self.follow_max(1 - self.me, True)
-            if tile < count:
-                self.own_softmax(own)
-            if (tile >= 1) & (tile <= count):
-                self.multiply(1, before, self.begin_values(before))
+                self.follow_max(1 - self.me, tile == count)
+                self.multiply(1, before, found)
             stage, phase = stage_at(stage, phase, CONSUMERS, stages)
 
 
@@ -1422,6 +1438,7 @@ def sparse_mla_v3(
                 cute.arch.mbarrier_init(storage.empty.data_ptr() + i, CONSUMERS * WARPS)
             for i in cutlass.range_constexpr(CONSUMERS):
                 cute.arch.mbarrier_init(storage.scores_full.data_ptr() + i, 1)
+                cute.arch.mbarrier_init(storage.max_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(storage.p_full.data_ptr() + i, 1)
                 cute.arch.mbarrier_init(storage.p_free.data_ptr() + i, CTAS * CONSUMERS * WARPS)
             cute.arch.mbarrier_init(storage.sums_full.data_ptr(), 1)

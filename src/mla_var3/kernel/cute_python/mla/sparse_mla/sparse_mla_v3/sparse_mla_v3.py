@@ -1253,12 +1253,11 @@ def epilogue(
     place: Place,  # where the results go
     tile: Int32,  # CTA of the request
     ranks: cutlass.Constexpr,  # `Ranks`
-    parity: Int32,  # of how many tiles this consumer has made P of
     thread: Int32,  # 0..255
     geometry: cutlass.Constexpr,
 ):
-    """Multiplies results with their weights and writes them. The same code for both consumers, so that there is half as
-    much to fetch."""
+    """Multiplies results with their weights and writes them, once P of this consumer's last tile is free. The same code
+    for both consumers, so that there is half as much to fetch."""
     out, _, outputs, _ = results
     slot, whole = place.slot, place.whole
     both, count, layout = geometry.both, geometry.both // 4, geometry.partials
@@ -1270,9 +1269,7 @@ def epilogue(
     if whole:
         first = rows.row_offset(out, token, Int32(0), ranks.first_row, geometry.h)
         base = out.iterator.toint() + 2 * first + 2 * COLUMNS * ranks.rank
-    # Through shared memory, a panel at a time where the consumer's P was: rows are written 128 bytes at a time. Once it
-    # is free all have multiplied with that P, and the copy of it to the other CTA has come.
-    cute.arch.mbarrier_wait(storage.p_free.data_ptr() + me, parity ^ 1)
+    # Through shared memory, a panel at a time where the consumer's P was: rows are written 128 bytes at a time.
     exchange = cute.recast_ptr(storage.p.data_ptr(), dtype=Int32)
     exchange = exchange + cute.assume(me * (both * TOKENS // 2), divby=32)
     for i in cutlass.range_constexpr(HALF_PANELS):
@@ -1404,8 +1401,10 @@ def consume(
             weigh_whole(found, weights, sinks, results.lse, block.first, ranks, thread, geometry)
         else:
             weigh_partial(acc_o, found, weights, results, place.slot, tile, thread, geometry)
+        # All have multiplied with the last P, and the copy of it to the other CTA has come, once it is free.
         own_uses = cutlass.select_(me > 0, odd_uses, even_uses)
-        epilogue(acc_o, weights, storage, results, block.first, place, tile, ranks, own_uses, thread, geometry)
+        cute.arch.mbarrier_wait(storage.p_free.data_ptr() + me, own_uses ^ 1)
+        epilogue(acc_o, weights, storage, results, block.first, place, tile, ranks, thread, geometry)
         named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
         walk.publish_all(split, tiles, thread)
         split = following

@@ -155,8 +155,8 @@ def test_rows_that_no_index_names_are_packed_once(suite: Any, width: int, page: 
         words = cache[..., : 2 * width] if width == 576 else cache.view(pages, -1)[:, : tokens * 2 * width]
         return -layout * words.reshape(pages, tokens, 1, -1).view(torch.bfloat16)
 
-    layouts = Enum("Layouts", {"V32_FP8Sparse": 1, "MODEL1_FP8Sparse": 2})
-    numbers = SimpleNamespace(**{layout.name: layout for layout in layouts})
+    Layouts = Enum("Layouts", {"V32_FP8Sparse": 1, "MODEL1_FP8Sparse": 2})
+    numbers = SimpleNamespace(**{layout.name: layout for layout in Layouts})
     quant = SimpleNamespace(
         FP8KVCacheLayout=numbers,
         quantize_k_cache=lambda cache, layout: pack(cache, layout.value),
@@ -165,7 +165,7 @@ def test_rows_that_no_index_names_are_packed_once(suite: Any, width: int, page: 
     cache = torch.randn((8, page, 1, width), generator=torch.Generator().manual_seed(1)).bfloat16()
     names = torch.rand((8, page), generator=torch.Generator().manual_seed(2)) < 0.3
     cache[~names] = float("nan")
-    layout = layouts.V32_FP8Sparse if width == 576 else layouts.MODEL1_FP8Sparse
+    layout = Layouts.V32_FP8Sparse if width == 576 else Layouts.MODEL1_FP8Sparse
     wanted = quant.quantize_k_cache(cache, layout)
     unpacked = quant.dequantize_k_cache(wanted, layout)
     scope = SimpleNamespace(blocked_k=cache.clone(), t=SimpleNamespace(d_qk=width))

@@ -251,13 +251,10 @@ PACKED = [
 ]
 NAMED: dict[str, list[Problem]] = {
     "decode, up to 32 query rows": [decode(h=16, page=page) for page in (1, 8, 16, 64)],
-    "decode, more query rows, bf16": [decode(), decode(h=16, s=4)],
-    "decode, more query rows, fp16": [decode(dtype="fp16")],
-    "decode, more query rows, requests that differ in query tokens, or a mask: bf16": [
-        decode(**MANY), decode(h=16, s=8, tree=True)
+    "decode, more query rows": [decode(), decode(h=16, s=4), decode(dtype="fp16")],
+    "decode, more query rows, requests that differ in query tokens, a mask, or no rope columns": [
+        decode(**MANY), decode(**MANY, dtype="fp16"), decode(h=16, s=8, tree=True), decode(p=0)
     ],
-    "the same in fp16": [decode(dtype="fp16", **MANY), decode(h=16, s=8, tree=True, dtype="fp16")],
-    "decode, more query rows, no rope columns": [decode(p=0)],
     "sparse decode, and decode over packed caches: layouts `v32`, `flat`, `v32_no_rope`, `flat_no_rope`": PACKED,
     "sparse decode over bf16 caches": [sparse(layout="bf16", topk=512)],
     "layout `v4`, and extra caches (DeepSeek V4)": [

@@ -172,6 +172,8 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
+    flying: int = 1
+    together: int = 1
 
     @property
     def cache(self) -> Any:
@@ -1051,15 +1053,19 @@ def issue(
     frag_b: cute.Tensor,  # descriptors, (MMA, 1, K)
     first_b: cutlass.Constexpr,
     zero_init: cutlass.Constexpr = False,
+    fences: cutlass.Constexpr = True,
+    commits: cutlass.Constexpr = True,
 ):
     """Issues acc (+)= A · B[first_b ..] and commits it; waits for nothing."""
-    warpgroup.fence()
+    if cutlass.const_expr(fences):
+        warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
     for i in cutlass.range_constexpr(BLOCKS):
         cute.gemm(atom, acc, frag_a[None, None, i], frag_b[None, None, first_b + i], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-    warpgroup.commit_group()
+    if cutlass.const_expr(commits):
+        warpgroup.commit_group()
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
@@ -1451,7 +1457,7 @@ class Consumer:
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
         found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
         self.read_factors(stage, pairs, plain)
-        sums, ended = [self.acc_s], []  # ended: the groups' last panels
+        sums, ended, held = [self.acc_s], [], []  # ended: the groups' last panels
         if geometry.scales_sums:
             sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
         for i, (panel, half) in enumerate(parts):
@@ -1463,9 +1469,14 @@ class Consumer:
             is_next = geometry.scales_sums and half == 0 and geometry.begins_group(panel)
             if is_next:
                 ended.append(panel - 1)
-            issue(mma, sums[len(ended) % len(sums)], keys, frag, 4 * panel + 2 * half, i == 0 or is_next)
-            if i > 0:
-                warpgroup.wait_group(1)
+            held.append((mma, keys, frag, 4 * panel + 2 * half, i == 0 or is_next))
+            if len(held) < geometry.together:
+                continue
+            for j, each in enumerate(held):
+                issue(each[0], sums[len(ended) % len(sums)], *each[1:], j == 0, j == len(held) - 1)
+            held = []
+            if i // geometry.together >= geometry.flying:
+                warpgroup.wait_group(geometry.flying)
             if is_next:
                 self.add_group(sums[(len(ended) - 1) % 2], panel - 1, len(ended) == 1)
         warpgroup.wait_group(0)
@@ -1649,16 +1660,21 @@ class Consumer:
     def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
         `begin_values` and `begin_factors`."""
-        parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
+        parts, geometry, p, held = self.value_parts(), self.geometry, self.p_operands(maker, stage), []
         for i, (panel, half) in enumerate(parts):
             if i + AHEAD < len(parts):
                 found.append(self.load_values(stage, *parts[i + AHEAD]))
                 factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
-            issue(self.mma_o, self.acc_o[panel], values, p[copy], 2 * half)
-            if i > 0:
-                warpgroup.wait_group(1)
+            held.append((self.acc_o[panel], values, p[copy], 2 * half))
+            if len(held) < geometry.together:
+                continue
+            for j, each in enumerate(held):
+                issue(self.mma_o, *each, False, j == 0, j == len(held) - 1)
+            held = []
+            if i // geometry.together >= geometry.flying:
+                warpgroup.wait_group(geometry.flying)
         if geometry.p_in_rows:
             warpgroup.wait_group(0)  # P lies in the tile
         warp_arrive(self.empty + stage)
@@ -2396,7 +2412,8 @@ class SparseMlaV2Tiling(Tiling):
     64. workers: CTAs for each query tile of a request; 0: as many as fill the device. split_tokens: indices of a split
     (cached tokens, of a page table), a multiple of 64, so that a request's splits depend on nothing but how many it
     has; 0: the scheduler splits requests as it fills the device. shortens: whether tiles behind the last index of a row
-    that names a token are left out, where no lengths are given; with split_tokens none is."""
+    that names a token are left out, where no lengths are given; with split_tokens none is. together: half panels whose
+    products are one group, and flying: groups that may be under way when the next one has been issued."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
 
@@ -2404,6 +2421,8 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
+    flying: int = 1
+    together: int = 1
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2412,7 +2431,7 @@ class SparseMlaV2Tiling(Tiling):
         page, extra_page = pages_of(pd)
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens,
+            pd.extra_layout, pd.strided_out, self.shortens, self.flying, self.together,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

@@ -1457,9 +1457,25 @@ class Consumer:
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
         found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
         self.read_factors(stage, pairs, plain)
-        sums, ended, held = [self.acc_s], [], []  # ended: the groups' last panels
+        sums, ended = [self.acc_s], []  # ended: the groups' last panels
         if geometry.scales_sums:
             sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
+        held: list[Any] = []  # half panels whose products are one group, to be issued
+        issued = 0  # groups of products
+
+        def issue_held() -> None:
+            """Of the first one a group of columns may begin: then the sums of the group before are added up."""
+            nonlocal issued
+            for j, (mma, keys, frag, first_b, zero_init) in enumerate(held):
+                last = j == len(held) - 1
+                issue(mma, sums[len(ended) % len(sums)], keys, frag, first_b, zero_init, j == 0, last)
+            begins, issued = issued > 0 and held[0][4], issued + 1
+            if begins or issued > geometry.flying:
+                warpgroup.wait_group(1 if begins else geometry.flying)
+            if begins:
+                self.add_group(sums[(len(ended) - 1) % 2], ended[-1], len(ended) == 1)
+            held.clear()
+
         for i, (panel, half) in enumerate(parts):
             if i + AHEAD < len(parts):
                 found.append(self.load_keys(address, *parts[i + AHEAD]))
@@ -1470,15 +1486,8 @@ class Consumer:
             if is_next:
                 ended.append(panel - 1)
             held.append((mma, keys, frag, 4 * panel + 2 * half, i == 0 or is_next))
-            if len(held) < geometry.together:
-                continue
-            for j, each in enumerate(held):
-                issue(each[0], sums[len(ended) % len(sums)], *each[1:], j == 0, j == len(held) - 1)
-            held = []
-            if i // geometry.together >= geometry.flying:
-                warpgroup.wait_group(geometry.flying)
-            if is_next:
-                self.add_group(sums[(len(ended) - 1) % 2], panel - 1, len(ended) == 1)
+            if len(held) == geometry.together:
+                issue_held()
         warpgroup.wait_group(0)
         if geometry.scales_sums:
             self.add_group(sums[len(ended) % 2], geometry.panels - 1, not ended)

@@ -174,6 +174,8 @@ class Geometry:
     shortens: bool = False
     flying: int = 1
     together: int = 1
+    ahead: int = AHEAD
+    early: bool = False
 
     @property
     def cache(self) -> Any:
@@ -1455,7 +1457,7 @@ class Consumer:
         row = self.thread // 32 * 16 + lane % 16
         address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
-        found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
+        found = [self.load_keys(address, *part) for part in parts[: geometry.ahead]]
         self.read_factors(stage, pairs, plain)
         sums, ended = [self.acc_s], []  # ended: the groups' last panels
         if geometry.scales_sums:
@@ -1477,8 +1479,8 @@ class Consumer:
             held.clear()
 
         for i, (panel, half) in enumerate(parts):
-            if i + AHEAD < len(parts):
-                found.append(self.load_keys(address, *parts[i + AHEAD]))
+            if i + geometry.ahead < len(parts):
+                found.append(self.load_keys(address, *parts[i + geometry.ahead]))
             keys = self.key_words(found[i], panel, pairs, plain)
             is_plain = panel >= geometry.code_panels
             mma, frag = (self.mma_plain, self.frag_plain) if is_plain else (self.mma_s, self.frag_q)
@@ -1648,12 +1650,12 @@ class Consumer:
 
     def begin_values(self, stage: Int32) -> list[Any]:
         """Loads the bytes that `multiply` begins with."""
-        return [self.load_values(stage, *part) for part in self.value_parts()[:AHEAD]]
+        return [self.load_values(stage, *part) for part in self.value_parts()[: self.geometry.ahead]]
 
     def begin_factors(self, stage: Int32) -> list[Any]:
         """Loads the factors of these; who makes the tile's P has stored them."""
         found: list[Any] = []
-        for _ in range(AHEAD):
+        for _ in range(self.geometry.ahead):
             found.append(self.next_factors(stage, found))
         return found
 
@@ -1671,8 +1673,8 @@ class Consumer:
         `begin_values` and `begin_factors`."""
         parts, geometry, p, held = self.value_parts(), self.geometry, self.p_operands(maker, stage), []
         for i, (panel, half) in enumerate(parts):
-            if i + AHEAD < len(parts):
-                found.append(self.load_values(stage, *parts[i + AHEAD]))
+            if i + geometry.ahead < len(parts):
+                found.append(self.load_values(stage, *parts[i + geometry.ahead]))
                 factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
@@ -1698,6 +1700,9 @@ class Consumer:
         self.read_max(row_max)
         if self.exceeds(row_max):
             self.move_max(row_max)
+        found, factors = [], []
+        if cutlass.const_expr(geometry.early):
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -1705,7 +1710,8 @@ class Consumer:
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
         self.store_p(stage)
         cute.arch.fence_view_async_shared()
-        found, factors = self.begin_values(stage), self.begin_factors(stage)
+        if cutlass.const_expr(not geometry.early):
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         self.sync()
@@ -2422,7 +2428,8 @@ class SparseMlaV2Tiling(Tiling):
     (cached tokens, of a page table), a multiple of 64, so that a request's splits depend on nothing but how many it
     has; 0: the scheduler splits requests as it fills the device. shortens: whether tiles behind the last index of a row
     that names a token are left out, where no lengths are given; with split_tokens none is. together: half panels whose
-    products are one group, and flying: groups that may be under way when the next one has been issued."""
+    products are one group, and flying: groups that may be under way when the next one has been issued. ahead: half
+    panels whose bytes are on the way into registers. early: whether the first ones of values are ahead of P."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
 
@@ -2432,6 +2439,8 @@ class SparseMlaV2Tiling(Tiling):
     shortens: bool = False
     flying: int = 1
     together: int = 1
+    ahead: int = AHEAD
+    early: bool = False
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2441,6 +2450,7 @@ class SparseMlaV2Tiling(Tiling):
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
             pd.extra_layout, pd.strided_out, self.shortens, self.flying, self.together,
+            self.ahead, self.early,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

@@ -172,10 +172,6 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
-    flying: int = 1
-    together: int = 1
-    ahead: int = AHEAD
-    early: bool = False
 
     @property
     def cache(self) -> Any:
@@ -1055,19 +1051,15 @@ def issue(
     frag_b: cute.Tensor,  # descriptors, (MMA, 1, K)
     first_b: cutlass.Constexpr,
     zero_init: cutlass.Constexpr = False,
-    fences: cutlass.Constexpr = True,
-    commits: cutlass.Constexpr = True,
 ):
     """Issues acc (+)= A · B[first_b ..] and commits it; waits for nothing."""
-    if cutlass.const_expr(fences):
-        warpgroup.fence()
+    warpgroup.fence()
     atom = cute.make_mma_atom(tiled_mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, not zero_init)
     for i in cutlass.range_constexpr(BLOCKS):
         cute.gemm(atom, acc, frag_a[None, None, i], frag_b[None, None, first_b + i], acc)
         atom.set(warpgroup.Field.ACCUMULATE, True)
-    if cutlass.const_expr(commits):
-        warpgroup.commit_group()
+    warpgroup.commit_group()
 
 
 # ------------------------------------------------------------------------------------------------ device: one consumer
@@ -1457,39 +1449,25 @@ class Consumer:
         row = self.thread // 32 * 16 + lane % 16
         address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
-        found = [self.load_keys(address, *part) for part in parts[: geometry.ahead]]
+        found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
         self.read_factors(stage, pairs, plain)
         sums, ended = [self.acc_s], []  # ended: the groups' last panels
         if geometry.scales_sums:
             sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
-        held: list[Any] = []  # half panels whose products are one group, to be issued
-        issued = 0  # groups of products
-
-        def issue_held() -> None:
-            """Of the first one a group of columns may begin: then the sums of the group before are added up."""
-            nonlocal issued
-            for j, (mma, keys, frag, first_b, zero_init) in enumerate(held):
-                last = j == len(held) - 1
-                issue(mma, sums[len(ended) % len(sums)], keys, frag, first_b, zero_init, j == 0, last)
-            begins, issued = issued > 0 and held[0][4], issued + 1
-            if begins or issued > geometry.flying:
-                warpgroup.wait_group(1 if begins else geometry.flying)
-            if begins:
-                self.add_group(sums[(len(ended) - 1) % 2], ended[-1], len(ended) == 1)
-            held.clear()
-
         for i, (panel, half) in enumerate(parts):
-            if i + geometry.ahead < len(parts):
-                found.append(self.load_keys(address, *parts[i + geometry.ahead]))
+            if i + AHEAD < len(parts):
+                found.append(self.load_keys(address, *parts[i + AHEAD]))
             keys = self.key_words(found[i], panel, pairs, plain)
             is_plain = panel >= geometry.code_panels
             mma, frag = (self.mma_plain, self.frag_plain) if is_plain else (self.mma_s, self.frag_q)
             is_next = geometry.scales_sums and half == 0 and geometry.begins_group(panel)
             if is_next:
                 ended.append(panel - 1)
-            held.append((mma, keys, frag, 4 * panel + 2 * half, i == 0 or is_next))
-            if len(held) == geometry.together:
-                issue_held()
+            issue(mma, sums[len(ended) % len(sums)], keys, frag, 4 * panel + 2 * half, i == 0 or is_next)
+            if i > 0:
+                warpgroup.wait_group(1)
+            if is_next:
+                self.add_group(sums[(len(ended) - 1) % 2], panel - 1, len(ended) == 1)
         warpgroup.wait_group(0)
         if geometry.scales_sums:
             self.add_group(sums[len(ended) % 2], geometry.panels - 1, not ended)
@@ -1650,12 +1628,12 @@ class Consumer:
 
     def begin_values(self, stage: Int32) -> list[Any]:
         """Loads the bytes that `multiply` begins with."""
-        return [self.load_values(stage, *part) for part in self.value_parts()[: self.geometry.ahead]]
+        return [self.load_values(stage, *part) for part in self.value_parts()[:AHEAD]]
 
     def begin_factors(self, stage: Int32) -> list[Any]:
         """Loads the factors of these; who makes the tile's P has stored them."""
         found: list[Any] = []
-        for _ in range(self.geometry.ahead):
+        for _ in range(AHEAD):
             found.append(self.next_factors(stage, found))
         return found
 
@@ -1671,21 +1649,16 @@ class Consumer:
     def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
         `begin_values` and `begin_factors`."""
-        parts, geometry, p, held = self.value_parts(), self.geometry, self.p_operands(maker, stage), []
+        parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
         for i, (panel, half) in enumerate(parts):
-            if i + geometry.ahead < len(parts):
-                found.append(self.load_values(stage, *parts[i + geometry.ahead]))
+            if i + AHEAD < len(parts):
+                found.append(self.load_values(stage, *parts[i + AHEAD]))
                 factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
-            held.append((self.acc_o[panel], values, p[copy], 2 * half))
-            if len(held) < geometry.together:
-                continue
-            for j, each in enumerate(held):
-                issue(self.mma_o, *each, False, j == 0, j == len(held) - 1)
-            held = []
-            if i // geometry.together >= geometry.flying:
-                warpgroup.wait_group(geometry.flying)
+            issue(self.mma_o, self.acc_o[panel], values, p[copy], 2 * half)
+            if i > 0:
+                warpgroup.wait_group(1)
         if geometry.p_in_rows:
             warpgroup.wait_group(0)  # P lies in the tile
         warp_arrive(self.empty + stage)
@@ -1700,9 +1673,6 @@ class Consumer:
         self.read_max(row_max)
         if self.exceeds(row_max):
             self.move_max(row_max)
-        found, factors = [], []
-        if cutlass.const_expr(geometry.early):
-            found, factors = self.begin_values(stage), self.begin_factors(stage)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -1710,8 +1680,7 @@ class Consumer:
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
         self.store_p(stage)
         cute.arch.fence_view_async_shared()
-        if cutlass.const_expr(not geometry.early):
-            found, factors = self.begin_values(stage), self.begin_factors(stage)
+        found, factors = self.begin_values(stage), self.begin_factors(stage)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         self.sync()
@@ -2427,9 +2396,7 @@ class SparseMlaV2Tiling(Tiling):
     64. workers: CTAs for each query tile of a request; 0: as many as fill the device. split_tokens: indices of a split
     (cached tokens, of a page table), a multiple of 64, so that a request's splits depend on nothing but how many it
     has; 0: the scheduler splits requests as it fills the device. shortens: whether tiles behind the last index of a row
-    that names a token are left out, where no lengths are given; with split_tokens none is. together: half panels whose
-    products are one group, and flying: groups that may be under way when the next one has been issued. ahead: half
-    panels whose bytes are on the way into registers. early: whether the first ones of values are ahead of P."""
+    that names a token are left out, where no lengths are given; with split_tokens none is."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("workers", "split_tokens")
 
@@ -2437,10 +2404,6 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
-    flying: int = 1
-    together: int = 1
-    ahead: int = AHEAD
-    early: bool = False
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2449,8 +2412,7 @@ class SparseMlaV2Tiling(Tiling):
         page, extra_page = pages_of(pd)
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens, self.flying, self.together,
-            self.ahead, self.early,
+            pd.extra_layout, pd.strided_out, self.shortens,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

@@ -122,7 +122,10 @@ FIRST_TURN = (
     "A sustained time is of one turn of 0.3 seconds. Where a call over a cache has one or two query tokens and draws "
     "the power limit, the contender that had its turn first looks up to 13 % slower than behind another one: DeepGEMM "
     "in the records of 2026-11-28, and the kernel here in those of 2026-11-29 ([devlog](../../devlogs/mqa_logits/"
-    "cute-dsl-v4.md#measured)). Sustained speedups of these cells tell no smaller differences."
+    "cute-dsl-v4.md#measured)). Sustained speedups of these cells tell no smaller differences. In three cells of one "
+    "query token turns of both orders were timed later, behind that dip: the kernel here takes 3 % longer than "
+    "DeepGEMM for 256 requests of 8,192 tokens and for 64 of 65,536, and 4 % longer for 256 of 32,768 ([devlog]("
+    "../../devlogs/mqa_logits/cute-dsl-v4.md#experiment-energy-of-one-query-token-and-two-consumers))."
 )
 #: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
 EMPTY_US = 3.0

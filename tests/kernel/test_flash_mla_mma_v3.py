@@ -33,7 +33,9 @@ def test_tiles_fit_every_device_that_it_is_for(key: str) -> None:
     plan_type: Any = registry.get_plan(KERNEL)
     for (k, p), h in itertools.product(WIDTHS, (33, 64, 128)):
         plan = plan_type(MlaProblem(h=h, k=k, p=p), None, Device.get(key))
-        assert plan.supported() and plan.feasible() and plan.geometry().stages >= 3
+        assert plan.supported() and plan.feasible()
+        # No more of 16 tokens than were checked on a GPU.
+        assert plan.geometry().stages == 3 if plan.geometry().tokens == 16 else plan.geometry().stages >= 3
     chosen = plan_type(MlaProblem(h=128), None, Device.get(key)).geometry()
     assert (chosen.tokens, chosen.stages) == TILES[key]
 

@@ -55,6 +55,7 @@ the results are written. Rows are gathered, each by the page of its token, so pa
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -1250,9 +1251,14 @@ class FlashMlaMmaV3Tiling(Tiling):
         def made(tokens: int, stages: int) -> Geometry:
             return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, tokens, stages, pd.packed, pd.tree)
 
+        def counts(tokens: int) -> Sequence[int]:
+            if self.num_pipeline_stages:
+                return [self.num_pipeline_stages]
+            # With three stages of 16 tokens two KV tiles are on their way already, so a fourth one is not waited for.
+            return range(MOST_STAGES if tokens > warp_mma.K else FEWEST_STAGES, FEWEST_STAGES - 1, -1)
+
         sizes = [self.tile_n] if self.tile_n else list(TOKEN_TILES)
-        counts = [self.num_pipeline_stages] if self.num_pipeline_stages else range(MOST_STAGES, FEWEST_STAGES - 1, -1)
-        forms = [made(tokens, stages) for tokens in sizes for stages in counts]
+        forms = [made(tokens, stages) for tokens in sizes for stages in counts(tokens)]
         return next((form for form in forms if shared_bytes(form) <= of.smem_per_block), forms[-1])
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:

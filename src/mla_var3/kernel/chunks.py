@@ -10,8 +10,8 @@ the prefixes and, behind each one, the request's new tokens, so that causal atte
 everything fits into one piece, nothing is merged. Else each piece's result is merged with that of the pieces before by
 the log-sum-exps of both, from two tensors into a third.
 
-`decompress` and `absorbed` make pipelines of these functions and of kernels that are versions of their own, which the
-laboratory plans, checks and times. `mla_var3.ops.chunk_prefill` has its own code: no public function calls these yet.
+`mla_var3.ops.chunk_prefill` calls these functions on a caller's tensors; `decompress` and `absorbed` make pipelines of
+them and of kernels that are versions of their own, which the laboratory plans, checks and times.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def gather(cache: Any, table: Any, lens: Any, of_q: Any, piece: Piece, latents: 
     """Writes the piece's latents (rows, k), the rope columns of its keys (rows, h, d + p), and where each request's
     keys begin among them, of_k (b + 1,) int32. cache (pages, page, k + p), whose pages may lie apart; table (b, width),
     lens (b,), of_q (b + 1,) int32. Rows that no request has are left alone. Waits for nothing."""
-    if cache.is_cuda and len(table) <= _most_requests():
+    if cache.is_cuda and len(table) <= _most_requests() and cache.stride()[1:] == (cache.shape[2], 1):
         _gather_by_kernel(cache, table, lens, of_q, piece, latents, keys, of_k)
         return
     import torch
@@ -112,7 +112,8 @@ def _gather_by_kernel(
     gather_rows[(-(-count // rows),)](
         cache, table, lens, of_q, latents, keys, of_k, len(table), piece.first, piece.end or 0, count, table.shape[1],
         len(cache), cache.stride(0), OWN=piece.own, PAGE=cache.shape[1], K=k, P=p, H=h, D=columns - p,
-        LATENT_COLUMNS=_power(k), ROPE_COLUMNS=_power(p), REQUESTS=_power(len(table)), ROWS=rows,
+        LATENT_COLUMNS=_power(k), ROPE_COLUMNS=_power(p), ROWS=rows,
+        REQUESTS=next(most for most in (8, 64, 1024) if len(table) <= most),  # so that few kernels are compiled
     )  # fmt: skip
 
 

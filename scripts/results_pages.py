@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ from mla_var3.lab.devlog.tables import (
     summary,
 )
 from mla_var3.lab.devlog.values import STATES
+from mla_var3.lab.naming import cell_name
+from mla_var3.lab.sweep.config import compose
+from mla_var3.lab.sweep.plan import expand_cells
 from mla_var3.record import Record, as_ratio, geometric_mean, load
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,7 +49,8 @@ WHAT = {
         "(`experiment=decode`)."
     ),
     "tensor_parallel": (
-        "Each GPU has the heads that tensor parallelism leaves it: 128, 64, 32, 16 or 8 (`experiment=tensor_parallel`)."
+        "Each GPU has the heads that tensor parallelism leaves it: 64, 32, 16 or 8 (`experiment=tensor_parallel`). "
+        "All 128 heads on one GPU are on the page [decode](decode.md)."
     ),
     "query_rows": ("A request has 4 to 512 query rows, its query tokens times its heads (`experiment=query_rows`)."),
     "ragged": (
@@ -59,8 +64,7 @@ WHAT = {
     "regime_map": (
         "An even grid of heads, requests, context and query tokens, which the map of the report is drawn from. Times "
         "are in burst only, and of three samples (`experiment=regime_map bench=map bench.sustained_rounds=0 "
-        "bench.cross_check_ms=0`). On the H200 165 of the 168 cells were measured, and on the H100 80, which lie "
-        "evenly over the grid."
+        "bench.cross_check_ms=0`)."
     ),
     "sparse_decode": (
         "Attention reads only the tokens that indices name. The caches are packed FP8 ones in the layouts of DeepSeek "
@@ -108,11 +112,20 @@ WHAT = {
         "FlashMLA as its attention (`experiment=mla_layer`)."
     ),
 }
+#: Of pages of the indexer, whose limit is made of a product in bf16.
+FP8_LIMIT = (
+    "A product in FP8 may take half the time of one of cuBLAS in bf16, which the limit is made of, so that a kernel "
+    "can have up to 200 % of the limit."
+)
+#: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
+EMPTY_US = 3.0
 #: Page -> what its cells and columns are, where their names do not say it.
 MORE = {
     "sparse_decode": (
-        " Where versions 1 and 2 of the kernel have both been timed, the table has the faster one. Today the "
-        "dispatcher picks version 2, which was timed beside FlashMLA in all 93 cells."
+        " The tables have version 2 of the kernel, which the dispatcher picks. Version 1, which it picks on no device, "
+        "is left out. FlashInfer took turns with version 1 alone, so that no row has it here. At the power limit it "
+        "was faster than version 1 in one cell, 128 requests of two query tokens with 128 heads (`results/h200/"
+        "2026-11-27-sparse_decode-bf16.jsonl`)."
     ),
     "sparse_served": (
         " The last word of a cell's name says how contexts are drawn. `uniform`: evenly from 1 to 65,536 tokens. "
@@ -121,44 +134,41 @@ MORE = {
         "`half_short`: so for one half of the requests, and evenly from there to 32,768 for the other. In layout v4 a "
         "row has 128 indices into a window, and 512 or 1024 into a second cache that has a quarter of the tokens. In "
         "13 cells queries and indices are views with gaps between their rows (strided), which a name says only where a "
-        "cell without gaps has it too. Of the 30 cells of the experiment 28 were measured; the runs had no time left "
-        "for the others. No library here reads the caches of the cell in layout v41, so that the geometric mean leaves "
-        "it out."
+        "cell without gaps has it too. No library here reads the caches of the cell in layout v41, so that the "
+        "geometric mean leaves it out."
     ),
     "unseen_sparse": (
         " The last words of a cell's name mean what they mean on the page [sparse_served](sparse_served.md): "
         "`top128+512` are 128 indices into a window and 512 into a second cache, and the last word says how contexts "
         "are drawn. In some problems a share of the indices names no token, which a name does not say: in "
         "`v32_b49_s3_h96_top2048_uniform` half of the query tokens have none at all, and FlashAttention-3 is given "
-        "their lengths, which are 0. Of the 24 problems of each seed 18, 22 and 16 were measured; the runs had no time "
-        "left for the others."
+        "their lengths, which are 0."
     ),
     "prefill": (
         " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "
         "`causal` stands where a query sees no later key, and `d` is the number of columns of a value and `p` how "
         "many more a key has, named where they are not 128 and 64: `d128_p0` is 128/128, `d256_p0` 256/256, and "
         "`d128_p128` 256/128, for which FlashAttention-3 and FlashAttention-4 get values padded to the keys' width. "
-        "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. Of the 46 cells"
-        " of the experiment 40 were measured; the runs had no time left for the others. FlashAttention-4 was not "
-        "timed in seven, whose rows lack it. The fastest library is the one that is fastest in burst. Each sustained "
-        "time is of one turn of 0.3 seconds, behind the turns of the contenders before it, and may differ by some per"
-        " cent from one run to the next."
+        "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. FlashAttention-4 "
+        "was not timed in seven cells, whose rows lack it. The fastest library is the one that is fastest in burst. "
+        "Each sustained time is of one turn of 0.3 seconds, behind the turns of the contenders before it, and may "
+        "differ by some per cent from one run to the next."
     ),
     "indexer_logits": (
         " In the cell with logits in bf16 the run timed version 3, which is retired, so that the first table leaves it "
-        "out. A product in FP8 may take half the time of one of cuBLAS in bf16, which the limit is made of."
+        f"out. {FP8_LIMIT}"
     ),
     "indexer_paged": (
-        " Of the 18 cells of the experiment 15 were measured; the runs had no time left for the others. Where a "
-        "request has six query tokens, the code of these records multiplied all at once, and today's does it in two "
-        "halves ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). Calls rotate over inputs of 280 MB and more. "
-        "Keys of `mqa_logits_v4` leave L2 first where a request has one query tile, so that keys of an earlier turn "
-        "may stay in it, and with one or two query tokens a call may be faster here than behind other kernels."
+        " Where a request has six query tokens, the code of these records multiplied all at once, and today's does it "
+        "in two halves ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by calls that rotate over "
+        "inputs of 280 MB and more, and not by a kernel that writes all of it. Keys of `mqa_logits_v4` leave L2 first "
+        "where a request has one query tile, so that with one or two query tokens some keys of an earlier turn may "
+        f"stay in L2, and a call may be faster here than behind other kernels. {FP8_LIMIT}"
     ),
     "unseen_indexer": (
-        " Of the 24 problems of the seed 18 were measured; the runs had no time left for the others. Where a request "
-        "has three query tokens, the code of some records multiplied all at once, and today's does it in two parts. "
-        "In six ragged cells hardly a query token sees a key, so that they time an almost empty call."
+        " Where a request has three query tokens, the code of some records multiplied all at once, and today's does it "
+        "in two parts. In ragged cells hardly a query token may see a key, so that an almost empty call is timed: a "
+        f"second mean leaves out the calls that take less than {EMPTY_US:g} us. {FP8_LIMIT}"
     ),
 }
 #: Of pages whose dtypes, widths or caches are others than `DENSE`.
@@ -220,14 +230,16 @@ OVER_GPUS = {
 NIGHTLY = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]-nightly.jsonl"
 BOARD = (
     "One row a date: how the kernels that the dispatcher picks compare with the fastest library of the same run, in "
-    "the 40 cells of `experiment=nightly`. A figure is the geometric mean, over the cells of a workload, of the "
-    "library's time over ours, in burst with a cold L2, so above 1 the kernel here is faster. Contenders of a cell "
-    "took turns in one process. The number behind a mean is that of its cells, those in which a library was timed. A "
-    "percentage stands where no library was timed for a workload, and is the geometric mean of the shares of the "
-    "cells' limits; it is no part of the column `all`. The column `cells` says in how many cells a kernel of this "
-    "project passed its check and was timed. Each time is the median of three samples, so a mean of few cells may "
-    "differ by a few per cent from one date to the next: `mla-var3 bench KERNEL --against COMMIT`, with the options "
-    "of the cell that moved, measures with care whether a version lost."
+    "the cells of `experiment=nightly`. A column is a workload. If its figure has a number in brackets behind it, it "
+    "is the geometric mean of the library's time over ours, in burst with a cold L2, over so many cells: those in "
+    "which a library was timed. Above 1 the kernel here is faster. If it is a percentage, no library was timed for "
+    "the workload, and it is the geometric mean of the shares of the cells' limits, which is no part of the column "
+    "`all`. A dash is a workload that was not timed. Contenders of a cell took turns in one process. The column "
+    "`cells` says in how many of the cells that the run had a kernel of this project passed its check and was timed; "
+    "the experiment gains and loses cells from one date to another, and a run may end before its last cell. Each "
+    "time is the median of three samples, so a mean of few cells may differ by a few per cent from one date to the "
+    "next: `mla-var3 bench KERNEL --against COMMIT`, with the options of the cell that moved, measures with care "
+    "whether a version lost."
 )
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
@@ -263,6 +275,49 @@ CELLS = (
     "A cell is named after its problem: `b128_s1_h64_t4096` are 128 requests (b) of one query token (s) with 64 heads "
     "(h) and a context of 4096 tokens (t)."
 )
+LENGTHS = (
+    "A word behind t says that the requests of a cell differ in the length of their contexts. `ragged`: evenly from 0 "
+    "to t. `normal`: from a normal distribution with mean t and standard deviation t/2, up to 2t. `lognormal`: t times "
+    "e to the power of a normal variable with mean 0 and variance 1, up to 16t. `bimodal`: every other request has t "
+    "tokens, and the others up to t/16. `one_long`: one request has t, and the others up to t/64. `mostly_empty`: a "
+    "quarter of the requests have 1 to t tokens, and the others none. `causal` stands where a query token sees no "
+    "later token."
+)
+_SPARSE_NAMES = (
+    "A cell is named after its problem: `v32_b2_s1_h8_top512` are 2 requests (b) of one query token (s) with 8 heads "
+    "(h) over a cache in layout v32, where each query token attends to the 512 tokens that its row of indices names "
+    "(top). In layout v4 `top128+1024` are 128 indices into one cache and 1024 into a second one."
+)
+_INDEXER_NAMES = (
+    "A cell is named after its problem: `{}` are the logits of {} (s) of {} (b) with 64 indexer heads (h) for {} (t)."
+)
+#: Page -> how its cells' names are read, where `CELLS` does not fit.
+NAMES = {
+    "ragged": f"{CELLS} {LENGTHS}",
+    "unseen": f"{CELLS} {LENGTHS}",
+    "sparse_decode": _SPARSE_NAMES,
+    "sparse_served": _SPARSE_NAMES,
+    "unseen_sparse": _SPARSE_NAMES,
+    "indexer_logits": _INDEXER_NAMES.format(
+        "prefill_b1_s1024_h64_t131072", "1,024 query tokens", "one request", "131,072 keys that lie one behind another"
+    ),
+    "indexer_paged": _INDEXER_NAMES.format(
+        "paged_b256_s1_h64_t8192", "one query token", "each of 256 requests", "8,192 keys of each in a paged cache"
+    ),
+    "unseen_indexer": _INDEXER_NAMES.format(
+        "paged_b46_s3_h64_t25515", "three query tokens", "each of 46 requests", "25,515 keys of each in a paged cache"
+    )
+    + " `prefill` in place of `paged` are keys that lie one behind another, and `ragged` lengths that are drawn evenly "
+    "from 0 to t.",
+    "absorb_gemm": (
+        "A cell is named after its problem: `out_n512_h128` is the product behind attention for 512 query tokens (n) "
+        "with 128 heads (h), and `q` in place of `out` the product in front of it."
+    ),
+    "mla_layer": (
+        "A cell is named after its problem: `b32_h128_t4096` are 32 requests (b) of one query token with 128 heads (h) "
+        "and a context of 4096 tokens (t)."
+    ),
+}
 
 SEVERAL = (
     "Several GPUs of one host share the pages of long requests in turn, and are compared with one GPU in the same run. "
@@ -281,12 +336,17 @@ def records_in(file: str) -> list[dict[str, Any]]:
     return [{**record.model_dump(), "run": record.run} for record in load([ROOT / "results" / file]).records]
 
 
+#: Device -> versions that its pages leave out: nothing picks them there, and they stay for another device's records.
+LEFT_OUT = {"h200": ("cute-dsl/sparse_mla_v1",)}
+
+
 @functools.cache
 def recorded(device: str) -> tuple[dict[tuple[str, str], list[Record]], dict[str, str]]:
     """The records of a device that speak, by cell, and the file of each record by its id."""
     files = sorted((ROOT / "results" / device).rglob("*.jsonl"))
     found = {path.relative_to(ROOT / "results").as_posix(): load([path]).records for path in files}
-    told = spoken.cells(spoken.speaking(record for records in found.values() for record in records))
+    shown = (r for records in found.values() for r in records if r.kernel.label not in LEFT_OUT.get(device, ()))
+    told = spoken.cells(spoken.speaking(shown))
     return told, {record.id: file for file, records in found.items() for record in records}
 
 
@@ -378,8 +438,8 @@ EACH = {"sparse_served": _SPARSE, "unseen_sparse": _SPARSE}
 
 
 def against_each(name: str) -> str:
-    """What `summary` says against one library at a time, of the libraries in `EACH`, over all record files of a page
-    and, if there are several, over each."""
+    """What `summary` says of a part of a page: against one library at a time, of the libraries in `EACH`, over all
+    record files of the page and, if there are several, over each; and without calls that compute next to nothing."""
     said = ""
     files = files_of(MAIN, name)
     for only in ("", *files) if len(files) > 1 else ("",):
@@ -388,6 +448,9 @@ def against_each(name: str) -> str:
             some = [r for r in here if label(r) == peer or not label(r).startswith("peer/")]
             words = f", cells of `results/{only}`" if only else ""
             said += f"- Against {library} alone{words}: {summary(some).replace('Geometric', 'geometric', 1)}\n"
+    if name == "unseen_indexer":
+        mean = summary(not_empty(live(records_of(MAIN, name))))
+        said += f"- Where a call takes {EMPTY_US:g} us or more: {mean.replace('Geometric', 'geometric', 1)}\n"
     return said and f"{said}\n"
 
 
@@ -397,13 +460,47 @@ def against(records: list[dict[str, Any]]) -> str:
     return f"{summary(here)}\n\n{{heading}}{without_comments(against_libraries(here))}\n"
 
 
-def method(records: Iterable[dict[str, Any]], tables: str) -> str:
-    """How a page's records were measured, beside which libraries, and what the columns of its tables mean."""
+def not_empty(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of cells in which the fastest call takes `EMPTY_US` or more."""
+    least: dict[tuple[str, str], float] = {}
+    for r in (r for r in records if r["time_us"]):
+        least[cell(r)] = min(r["time_us"]["burst"]["median"], least.get(cell(r), float("inf")))
+    return [r for r in records if least.get(cell(r), 0.0) >= EMPTY_US]
+
+
+def lacking(device: str, name: str) -> str:
+    """Which cells of an experiment have no time of a kernel of this project, in a sentence; "" where all have one."""
+    files = files_of(device, name)
+    seeds = [found[1] for file in files if (found := re.search(r"-(\d+)\.jsonl$", file))]
+    runs = [[f"experiment={name}", *([f"seed={seed}"] if seed else [])] for seed in dict.fromkeys(seeds or [""])]
+    configs = [compose(words) for words in runs]
+    if any(any(config.experiment.draws().values()) for config in configs) and not seeds:
+        return ""  # whose seeds no file's name says
+    cells = [problem for config in configs for problem in expand_cells(config)]
+    timed = {
+        workload.problem_from_record(r["problem"])
+        for r in records_of(device, name)
+        if r["time_us"] and not label(r).startswith("peer/")
+    }
+    missing = [cell_name(problem) for problem in cells if problem not in timed]
+    if not missing:
+        return ""
+    counted = f" Of the {len(cells)} cells {len(cells) - len(missing)} were measured"
+    return f"{counted}." if len(missing) > MOST_NAMED else f"{counted}, and not {_listed([f'`{m}`' for m in missing])}."
+
+
+#: Cells that were not measured, up to which a page names them.
+MOST_NAMED = 8
+
+
+def method(records: Iterable[dict[str, Any]], tables: str, names: str = CELLS) -> str:
+    """How a page's records were measured, beside which libraries, how its cells are named, and what the columns of its
+    tables mean."""
     labels = (label(r).removeprefix("peer/") for r in records if r["time_us"] and label(r).startswith("peer/"))
     found = [f"{LIBRARIES[name]} (`peer/{name}`)" for name in sorted(set(labels), key=list(LIBRARIES).index)]
     beside = f" {'The libraries are' if len(found) > 1 else 'The library is'} {_listed(found)}." if found else ""
     shared = f" {SHARED}" if "scheduled in every call" in tables else ""
-    return f"{CELLS} {METHOD}{beside}{shared}"
+    return f"{names} {METHOD}{beside}{shared}"
 
 
 def page(name: str) -> str:
@@ -411,9 +508,11 @@ def page(name: str) -> str:
     records = records_of(MAIN, name)
     heading = f"{against_each(name)}## The fastest kernel here against the library\n\n"
     table = against(records).format(heading=heading)
-    measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {method(records, table)}"
+    named = NAMES.get(name, CELLS)
+    measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {method(records, table, named)}"
+    about = f"{WHAT[name]}{MORE.get(name, '')}{lacking(MAIN, name)}"
     return (
-        f"{HEAD}\n# {name}\n\n{WHAT[name]}{MORE.get(name, '')}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
+        f"{HEAD}\n# {name}\n\n{about}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
         f"\n## All contenders\n\n{without_comments(comparison(records))}\n"
         f"\n## Where the records are\n\n{sources(MAIN, name)}"
     )
@@ -425,7 +524,9 @@ def device_page(device: str) -> str:
     for name in FILES[device]:
         records += records_of(device, name)
         table = against(records_of(device, name)).format(heading="")
-        text += f"\n## {name}\n\n{WHAT[name]} {where(device, name)}\n\n{table}\n{sources(device, name)}"
+        named = f" {NAMES[name]}" if name in NAMES else ""
+        about = f"{WHAT[name]}{lacking(device, name)}{named} {where(device, name)}"
+        text += f"\n## {name}\n\n{about}\n\n{table}\n{sources(device, name)}"
     measured = f"Unless an experiment says otherwise: {DENSE}. {method(records, text)}"
     return f"{HEAD}\n# {Device.get(device).name}\n\n{measured}\n{text}"
 

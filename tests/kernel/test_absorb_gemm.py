@@ -133,6 +133,26 @@ def test_problems_that_are_not_taken_plan_and_are_refused(label: str) -> None:
 
 
 @pytest.mark.parametrize("side", ["q", "out"])
+@pytest.mark.parametrize("device", [d for d in Device.all() if d.sm_version >= (8, 0)], ids=lambda d: d.key)
+def test_tritons_default_tiling_fits_every_device(device: Device, side: str) -> None:
+    """However many tokens there are: a block of a consumer card has less than half of an H200's shared memory."""
+    for tokens in (1, 16, 32, 33, 64, 65, 128, 4096):
+        problem = GemmProblem(side=side, tokens=tokens)
+        plan = plan_type("triton/absorb_gemm")(problem, None, device)
+        assert plan.feasible(), (tokens, plan.feasible().reason)
+        assert plan.tiling.num_pipeline_stages >= 2
+
+
+@pytest.mark.parametrize("side", ["q", "out"])
+def test_tritons_largest_tile_compiles_for_a_consumer_card(side: str) -> None:
+    """With the shared memory that the compiler really takes."""
+    device = Device.get("rtx4090")
+    made = plan_type("triton/absorb_gemm")(GemmProblem(side=side, tokens=4096), None, device).plan_empty()
+    taken = made.compile(None, device).resources
+    assert 0 < taken.smem <= device.smem_per_block and taken.spill_bytes == 0
+
+
+@pytest.mark.parametrize("side", ["q", "out"])
 @pytest.mark.parametrize("label", ["torch/absorb_gemm", "cutile-dsl/absorb_gemm"])
 def test_right_on_a_cpu(label: str, side: str) -> None:
     report = check(plan_type(label), GemmProblem(side=side, tokens=3, h=3), device="cpu", seeds=[5])

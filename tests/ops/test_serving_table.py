@@ -1,9 +1,11 @@
-"""docs/serving.md's table of what is supported where, against what the versions themselves say."""
+"""What docs/serving.md and docs/install.md say that versions take, and which of them are picked, against the versions
+and the dispatcher themselves."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from mla_var3.dispatch import choose
 from mla_var3.dispatch.selection import NOT_SERVED
 from mla_var3.errors import Unsupported
 from mla_var3.lab.naming import cell_name
+from mla_var3.workload import Problem, get
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.prefill import PrefillProblem
 
@@ -134,57 +137,160 @@ def test_what_is_picked_is_a_version_with_a_yes(row: str) -> None:
                 choose(problem, device)
 
 
+# ---------------------------------------------------------------- what is picked
+Wanted = tuple[Problem, str]
+FAMILIES = (("h100", "h200"), ("a100", "a40", "rtx4090"), ("b200", "rtx5090"))
+TORCH, NONE = "torch", "none"
+
+
+def rows(page: str, after: str) -> list[list[str]]:
+    """The cells of the first table behind a line, its head and the line below it left out."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8").split(f"{after}\n")[1]
+    lines = text[text.index("\n|") + 1 :].split("\n\n")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def picked(wanted: Sequence[Wanted]) -> set[str]:
+    """The versions that are picked for problems on devices; `NONE` where no version takes one."""
+    found = set()
+    for problem, key in wanted:
+        try:
+            found.add(choose(problem, Device.get(key)).kernel.label)
+        except Unsupported:
+            found.add(NONE)
+    return found
+
+
+def said(cell: str) -> set[str]:
+    """The versions that a cell of the pages names, and `NONE` where it says torch or none."""
+    named = set(re.findall(r"`((?:cute-dsl|triton|cutile-dsl)/\w+)`", cell))
+    return named | ({NONE} if re.search(rf"\b({TORCH}|{NONE})\b", cell) else set())
+
+
+def need_all_languages() -> None:
+    served = (k for k in registry.all_kernels() if k.language not in NOT_SERVED)
+    if reason := next((text for k in served if (text := registry.missing(k))), ""):
+        pytest.skip(reason)
+
+
 # ---------------------------------------------------------------- prompts
-def dims(*sizes: tuple[int, int]) -> list[Cell]:
-    """Columns of keys and of values."""
-    return here(*({"d": dv, "p": dk - dv} for dk, dv in sizes))
+def prompts(*sizes: tuple[int, int], s: Sequence[int] = (77, 1024, 8192)) -> list[dict[str, Any]]:
+    """Fields of problems. sizes: columns of keys and of values; s: query tokens."""
+    return [{"d": dv, "p": dk - dv, "s": n} for dk, dv in sizes for n in s]
 
 
-PROMPTS: dict[str, list[Cell]] = {
-    "prompts of one length": here({"s": 4096}, {"b": 1, "s": 77}),
-    "prompts of different lengths, some of them empty": here({"lengths": "lognormal"}, {"lengths": [9, 0, 300, 1]}),
-    "chunks behind a prefix": here({"s": 512, "t": 8192}, {"lengths": [(9, 50), (0, 7), (300, 300), (1, 2)]}),
-    "192 / 128 columns": dims((192, 128)),
-    "128 / 128": dims((128, 128)),
-    "256 / 256": dims((256, 256)),
-    "256 / 128": dims((256, 128)),
-    "96 / 64": dims((96, 64)),
-    "other keys up to 192 columns, in multiples of 16, with values of 64 or 128": dims(
-        (64, 64), (80, 64), (144, 128), (192, 64)
+#: 32 query tiles over many keys.
+FEW_TILES = {"b": 1, "s": 512, "t": 4608}
+PROMPTS: dict[str, list[dict[str, Any]]] = {
+    "192 / 128": [*prompts((192, 128), s=(1, 255, 256, 8192)), {"d": 128, "p": 64, **FEW_TILES}],
+    "128 / 128": [*prompts((128, 128), s=(255, 256, 509, 510, 8192)), {"d": 128, "p": 0, **FEW_TILES}],
+    "256 / 256, 256 / 128": prompts((256, 256), (256, 128), s=(77, 4095, 4096)),
+    "96 / 64": prompts((96, 64), s=(77, 4095, 4096)),
+    "other keys of 128 to 192, in multiples of 16, with values of 64 or 128": prompts((144, 128), (128, 64), (192, 64)),
+    "other keys up to 256, in multiples of 16, with values of 64, 128, 192 or 256": prompts(
+        (64, 64), (112, 64), (192, 192), (208, 128), (240, 192), (256, 64)
     ),
-    "other keys up to 256 columns, in multiples of 16, with values of 64, 128, 192 or 256": dims(
-        (192, 192), (240, 192), (256, 64)
-    ),
-    "other widths": dims((576, 512), (264, 256), (72, 64), (100, 64), (32, 32), (192, 96)),
-    "heads that share keys and values": here({"h": 16, "h_kv": 2}, {"h": 12, "h_kv": 1}),
-    "k and v as views with gaps": here({"strided_kv": True}),
-    "bf16": here({"dtype": "bf16"}),
-    "fp16": here({"dtype": "fp16"}),
-    "fp32": here({"dtype": "fp32"}),
-    "Hopper (sm_90a)": [({}, key) for key in ("h100", "h800", "h200", "h20")],
-    "other GPUs": [({}, key) for key in ("a100", "rtx4090", "b200")],
+    "other widths": prompts((576, 512), (264, 256), (72, 64), (100, 64), (32, 32), (192, 96)),
 }
+#: Problems on both sides of each boundary that the table names: fields, device, and what is picked there.
+SIDES = [
+    ((192, 128), 255, "v1"), ((192, 128), 256, "v18"), ((128, 128), 509, "v1"), ((128, 128), 510, "v18"),
+    ((256, 128), 4095, "v1"), ((256, 128), 4096, "v12"), ((96, 64), 4095, "v1"), ((96, 64), 4096, "v12"),
+    ((112, 64), 8192, "v1"), ((208, 128), 4096, "v12"), ((64, 64), 4096, "v12"),
+]  # fmt: skip
+#: What every version in the table takes besides.
+ALSO: list[dict[str, Any]] = [
+    {"lengths": "lognormal"}, {"lengths": [9, 0, 300, 1]}, {"s": 512, "t": 8192}, {"h_kv": 2}, {"strided_kv": True},
+    {"lengths": [(9, 50), (0, 7), (300, 300), (1, 2)]}, {"causal": False},
+]  # fmt: skip
 
 
-def test_the_table_of_prompts_agrees_with_the_versions() -> None:
-    """Every cell, and that it has every version and row."""
-    text = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
-    section = text.split("## Prompts\n")[1].split("\n## ")[0]
-    lines = [[cell.strip() for cell in x.strip("|").split("|")] for x in section.splitlines() if x.startswith("|")]
-    (_, *labels), _, *rows = lines
-    known = [k for k in registry.all_kernels() if k.layer == "mla" and k.workload == "prefill"]
-    assert set(labels) == {k.label for k in known if k.language not in NOT_SERVED}
-    assert [name for name, *_ in rows] == list(PROMPTS)
-    wrong = []
-    for name, *cells in rows:
-        for label, cell in zip(labels, cells, strict=True):
-            if registry.missing(registry.KernelId.parse(label)):
+def prompt(**fields: Any) -> PrefillProblem:
+    return PrefillProblem(**{"b": 4, "s": 1024, "h": 16, "causal": True, **fields})
+
+
+def test_the_table_of_prompts_says_what_is_picked() -> None:
+    need_all_languages()
+    table = rows("serving.md", "### Which version computes a prompt")
+    assert [row[0] for row in table] == list(PROMPTS)
+    for name, hopper, hopper_fp16, others in table:
+        for cell, keys, dtypes in (
+            (hopper, FAMILIES[0], ("bf16",)),
+            (hopper_fp16, FAMILIES[0], ("fp16",)),
+            (others, (*FAMILIES[1], *FAMILIES[2]), ("bf16", "fp16")),
+        ):
+            wanted = [(prompt(dtype=x, **fields), key) for fields in PROMPTS[name] for x in dtypes for key in keys]
+            assert picked(wanted) == said(cell), (name, cell)
+
+
+def test_the_boundaries_of_the_table_of_prompts() -> None:
+    need_all_languages()
+    for fields, version in (
+        (FEW_TILES, "v21"), ({**FEW_TILES, "h": 17}, "v18"), ({**FEW_TILES, "t": 2048}, "v21"),
+        ({**FEW_TILES, "t": 2047}, "v18"),
+    ):  # fmt: skip
+        assert picked([(prompt(**fields), "h200")]) == {f"cute-dsl/flash_attention_{version}"}, fields
+    for (dk, dv), s, version in SIDES:
+        assert picked([(prompt(d=dv, p=dk - dv, s=s), "h200")]) == {f"cute-dsl/flash_attention_{version}"}, (dk, dv, s)
+
+
+@pytest.mark.parametrize("fields", ALSO, ids=str)
+def test_every_version_of_the_table_of_prompts_takes_any_lengths_and_views(fields: dict[str, Any]) -> None:
+    need_all_languages()
+    for key in ("h200", "a100", "rtx4090", "b200"):
+        assert NONE not in picked([(prompt(dtype=dtype, **fields), key) for dtype in ("bf16", "fp16")]), key
+
+
+# ---------------------------------------------------------------- families of GPUs
+def decode(**fields: Any) -> MlaProblem:
+    return MlaProblem(**{"b": 4, "t": 4096, "h": 128, **fields})
+
+
+def sparse(**fields: Any) -> Problem:
+    return get("sparse_decode").problem(**{"b": 4, "h": 64, "t": 4096, **fields})
+
+
+MANY = {"queries": [3, 0, 70, 1]}
+PACKED = [
+    sparse(layout=layout, **more)
+    for layout in ("v32", "flat", "v32_no_rope", "flat_no_rope")
+    for more in ({"topk": 512}, {"paged": True})
+]
+NAMED: dict[str, list[Problem]] = {
+    "decode, up to 32 query rows": [decode(h=16, page=page) for page in (1, 8, 16, 64)],
+    "decode, more query rows, bf16": [decode(), decode(h=16, s=4)],
+    "decode, more query rows, fp16": [decode(dtype="fp16")],
+    "decode, more query rows, requests that differ in query tokens, or a mask: bf16": [
+        decode(**MANY), decode(h=16, s=8, tree=True)
+    ],
+    "the same in fp16": [decode(dtype="fp16", **MANY), decode(h=16, s=8, tree=True, dtype="fp16")],
+    "decode, more query rows, no rope columns": [decode(p=0)],
+    "sparse decode, and decode over packed caches: layouts `v32`, `flat`, `v32_no_rope`, `flat_no_rope`": PACKED,
+    "sparse decode over bf16 caches": [sparse(layout="bf16", topk=512)],
+    "layout `v4`, and extra caches (DeepSeek V4)": [
+        sparse(layout="v4", topk=512), sparse(layout="v4", topk=128, extra=512), sparse(layout="v4", paged=True)
+    ],
+    "layouts `v41`, `v41_planar` (DeepSeek V4.1)": [sparse(layout=x, topk=512) for x in ("v41", "v41_planar")],
+    "prompts, keys of 128 to 192 columns, values of up to 128": [
+        prompt(d=dv, p=dk - dv) for dk, dv in ((192, 128), (128, 128), (144, 128), (128, 64))
+    ],
+    "prompts, other widths": [prompt(d=64, p=32), prompt(d=256, p=0), prompt(d=128, p=128)],
+    "logits and top-k of the indexer": [
+        get(name).problem(**get(name).sample(False, {})) for name in ("indexer_logits", "topk")
+    ],
+    "new tokens into caches (`rope_append`, `latent_append`), `rmsnorm`, `merge_partials`": [],
+    "`absorb_gemm`": [
+        get("gemm").problem(side=side, tokens=n, h=128) for side in ("q", "out") for n in (1, 32, 33, 128, 4096)
+    ],
+}  # fmt: skip
+
+
+def test_the_table_of_families_says_what_is_picked() -> None:
+    need_all_languages()
+    table = rows("install.md", "## GPUs other than Hopper")
+    assert [row[0] for row in table] == list(NAMED)
+    for name, *cells in table:
+        for cell, keys in zip(cells, FAMILIES, strict=True):
+            if "table" in cell or "versions" in cell:  # another table says it, or a language is named alone
                 continue
-            for fields, key in PROMPTS[name]:
-                problem = PrefillProblem(**{"b": 4, "s": 1024, "h": 16, "causal": True, **fields})
-                plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, Device.get(key))
-                verdict = plan.supported()
-                verdict = plan.feasible() if verdict else verdict
-                if bool(verdict) != (cell == "yes"):
-                    wrong.append(f"{label}, {name}: {cell_name(problem)} on {key}: {verdict.reason or 'taken'}")
-    assert not wrong, "\n".join(wrong)
+            assert picked([(problem, key) for problem in NAMED[name] for key in keys]) == said(cell), (name, cell)

@@ -214,6 +214,22 @@ def test_a_shared_schedule_counts_once_a_step(record_of: Callable[..., dict[str,
     assert summary([ours]) == ""
 
 
+def test_a_mean_of_a_part_of_the_cells_says_so(record_of: Callable[..., dict[str, Any]]) -> None:
+    """Of two cells one was timed at the power limit."""
+    from mla_var3.lab.devlog.tables import summary
+
+    records = []
+    for b, sustained in ((32, {"median": 250.0, "p10": 250.0, "p90": 250.0, "n": 3}), (64, None)):
+        for name, burst in ((V1, 200.0), (KernelId("peer", "mla", "fa3_qv", 0), 220.0)):
+            record = record_of(f"aaaa{b:04d}{burst:.0f}0", kernel=name, burst=burst)
+            record["problem"] = {**record["problem"], "b": b}
+            record["time_us"] = {**record["time_us"], "sustained": sustained}
+            records.append(record)
+    said = summary(records)
+    assert "over 2 cells: 1.100 in burst (slowest: 1.10, " in said and said.count("with such a time") == 1
+    assert said.endswith("; over 1 cells with such a time).")
+
+
 def test_table_against_libraries(record_of: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     """A row a cell: the fastest of ours that is here, the fastest library, and ratios that check accepts."""
     monkeypatch.setattr(registry, "all_kernels", lambda: (V0, V1))

@@ -64,6 +64,37 @@ def test_a_figure_that_is_not_the_records_is_noticed(
     assert any(line.startswith("Geometric mean") for line in changed)
 
 
+def test_a_page_names_the_cells_that_nobody_measured(pages_module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their names while they are few, else by their number; none where every cell has a time."""
+    told = pages_module.records_of(pages_module.MAIN, "decode")
+    assert pages_module.lacking(pages_module.MAIN, "decode") == ""
+    names = ("b128_s1_h128_t4096", "b1_s1_h16_t131072")
+    some = [r for r in told if tables.problem_label(r) not in names]
+    monkeypatch.setattr(pages_module, "records_of", lambda device, name: some)
+    said = pages_module.lacking(pages_module.MAIN, "decode")
+    assert said == " Of the 17 cells 15 were measured, and not `b128_s1_h128_t4096` and `b1_s1_h16_t131072`."
+    monkeypatch.setattr(pages_module, "records_of", lambda device, name: [])
+    assert pages_module.lacking(pages_module.MAIN, "decode") == " Of the 17 cells 0 were measured."
+
+
+def test_a_second_mean_leaves_out_calls_that_compute_next_to_nothing(pages_module: Any) -> None:
+    told = pages_module.live(pages_module.records_of(pages_module.MAIN, "unseen_indexer"))
+    kept = pages_module.not_empty(told)
+    assert 0 < len(kept) < len(told)
+    assert min(r["time_us"]["burst"]["median"] for r in kept if r["time_us"]) >= pages_module.EMPTY_US
+    gone = {tables.problem_label(r) for r in told if r["time_us"]} - {tables.problem_label(r) for r in kept}
+    assert len(gone) == 6 and all(name.endswith("ragged") for name in gone)
+
+
+def test_a_version_that_nothing_picks_is_left_out(pages_module: Any, repo_root: Path) -> None:
+    for device, labels in pages_module.LEFT_OUT.items():
+        assert labels and device == pages_module.MAIN
+        for label in labels:
+            for name in pages_module.WHAT:
+                assert label not in pages_module.page(name).split("## All contenders")[1], (name, label)
+    assert "cute-dsl/sparse_mla_v1" in (repo_root / "docs" / "results" / "h100.md").read_text(encoding="utf-8")
+
+
 def test_problems_of_one_name_are_not_taken_for_contenders_of_different_runs(
     pages_module: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

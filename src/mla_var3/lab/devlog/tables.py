@@ -160,7 +160,8 @@ def summary(records: Iterable[Record]) -> str:
                 found.append((ratio, name))
         if found:
             mean, (worst, where) = as_ratio(geometric_mean([ratio for ratio, _ in found]), 4), min(found)
-            said.append(f"{mean} in {state} (slowest: {as_ratio(worst)}, {where})")
+            few = "" if len(found) == len(pairs) else f"; over {len(found)} cells with such a time"
+            said.append(f"{mean} in {state} (slowest: {as_ratio(worst)}, {where}{few})")
     if not said:
         return ""
     return f"Geometric mean of the speedups over {len(pairs)} cells: {'; '.join(said)}."

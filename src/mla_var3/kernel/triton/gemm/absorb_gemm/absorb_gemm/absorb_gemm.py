@@ -124,7 +124,11 @@ class AbsorbGemmPlan(KernelPlan):
         tile_k = min(128, pd.summed & -pd.summed)
         # Few tokens: many programs, with few columns each. Many: a square tile.
         tile_n = min(128 if tile_m >= 64 else 32, pd.columns & -pd.columns)
-        room = Device.assumed().smem_per_block // ((tile_m + tile_n) * tile_k * pd.element_bytes)
+        smem = (self.device or Device.assumed()).smem_per_block
+        # Two stages at least, one of which is loaded while the other is multiplied.
+        while tile_k > LEAST and 2 * (tile_m + tile_n) * tile_k * pd.element_bytes > smem:
+            tile_k //= 2
+        room = smem // ((tile_m + tile_n) * tile_k * pd.element_bytes)
         stages = min(4, max(2, pd.summed // tile_k), room)
         return AbsorbGemmTiling(tile_m, tile_n, tile_k, stages, 8 if tile_m * tile_n >= 128 * 128 else 4)
 

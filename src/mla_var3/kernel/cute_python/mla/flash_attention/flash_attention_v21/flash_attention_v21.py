@@ -120,7 +120,7 @@ from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL
-from mla_var3.kernel.cute_python.prims.sync import grid_wait, named_arrive, warp_arrive
+from mla_var3.kernel.cute_python.prims.sync import grid_wait, launch_dependents, named_arrive, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, LibraryCall, Tiling, Verdict, limits
 from mla_var3.runtime.plan import require_int32
@@ -1222,6 +1222,8 @@ def flash_attention_v21(
     blocks, _, _ = cute.arch.grid_dim()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
+    if cutlass.const_expr(geometry.split):
+        launch_dependents()  # the merge, whose CTAs have room where this kernel's have ended, and wait for all of it
     if warp == 0:
         with cute.arch.elect_one():
             for barriers, count in (
@@ -1389,7 +1391,11 @@ def launch_flash_attention(
             inputs, own, sums, counter, scale_log2, room, splits, rows, dtype, geometry.splitting
         ).launch(grid=grid, block=(THREADS, 1, 1), cluster=(CTAS, 1, 1), min_blocks_per_mp=1, stream=stream)
         merge_splits(own, sums, out, lse, cu_seqlens_q, splits, rows, geometry).launch(
-            grid=(ceil_div(rows * h, MERGING), 1, 1), block=(MERGING * WARP, 1, 1), stream=stream, use_pdl=True
+            grid=(ceil_div(rows * h, MERGING), 1, 1),
+            block=(MERGING * WARP, 1, 1),
+            preferred_smem_carveout=100,  # as attention has it: an SM that is to change it has to run empty first
+            stream=stream,
+            use_pdl=True,
         )
     else:
         flash_attention_v21(inputs, out, lse, counter, scale_log2, room, splits, rows, dtype, geometry).launch(

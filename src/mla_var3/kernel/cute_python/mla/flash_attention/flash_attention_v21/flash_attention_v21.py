@@ -120,7 +120,7 @@ from mla_var3.device import Requirement
 from mla_var3.kernel.cute_python import host
 from mla_var3.kernel.cute_python.prims import paged, softmax, wgmma
 from mla_var3.kernel.cute_python.prims.paged import PANEL
-from mla_var3.kernel.cute_python.prims.sync import grid_wait, launch_dependents, named_arrive, warp_arrive
+from mla_var3.kernel.cute_python.prims.sync import named_arrive, warp_arrive
 from mla_var3.kernel.cute_python.prims.wgmma import WARPGROUP
 from mla_var3.runtime import CuteKernel, KernelPlan, LibraryCall, Tiling, Verdict, limits
 from mla_var3.runtime.plan import require_int32
@@ -1222,8 +1222,6 @@ def flash_attention_v21(
     blocks, _, _ = cute.arch.grid_dim()
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     storage = SmemAllocator().allocate(shared_storage(geometry, dtype))
-    if cutlass.const_expr(geometry.split):
-        launch_dependents()  # the merge, whose CTAs have room where this kernel's have ended, and wait for all of it
     if warp == 0:
         with cute.arch.elect_one():
             for barriers, count in (
@@ -1294,7 +1292,6 @@ def merge_splits(
     sums = cute.make_rmem_tensor(columns, Float32)
     sums.fill(0.0)
     values = cute.make_rmem_tensor((columns, 2), Float32)
-    grid_wait()
     if token < rows:
         end = cu_seqlens_q[cu_seqlens_q.shape[0] - 1]
         for first in cutlass.range(0, splits, 2, unroll=1):
@@ -1370,7 +1367,7 @@ def launch_flash_attention(
     stream: CUstream,
 ):
     """Makes the TMA descriptors and launches `blocks` persistent CTAs, no more than there are query tiles. Where keys
-    are split, they write partials, and a programmatic dependent merges these."""
+    are split, they write partials, and a second kernel merges these."""
     tma_q, q_view = make_tma(q, HALF, q, cpasync.CopyBulkTensorTileG2SOp())
     tma_k, k_view = make_tma(k, geometry.tokens // CTAS, q, cpasync.CopyBulkTensorTileG2SMulticastOp())
     tma_v, v_view = make_tma(v, geometry.tokens // CTAS, q, cpasync.CopyBulkTensorTileG2SMulticastOp())
@@ -1391,11 +1388,7 @@ def launch_flash_attention(
             inputs, own, sums, counter, scale_log2, room, splits, rows, dtype, geometry.splitting
         ).launch(grid=grid, block=(THREADS, 1, 1), cluster=(CTAS, 1, 1), min_blocks_per_mp=1, stream=stream)
         merge_splits(own, sums, out, lse, cu_seqlens_q, splits, rows, geometry).launch(
-            grid=(ceil_div(rows * h, MERGING), 1, 1),
-            block=(MERGING * WARP, 1, 1),
-            preferred_smem_carveout=100,  # as attention has it: an SM that is to change it has to run empty first
-            stream=stream,
-            use_pdl=True,
+            grid=(ceil_div(rows * h, MERGING), 1, 1), block=(MERGING * WARP, 1, 1), stream=stream
         )
     else:
         flash_attention_v21(inputs, out, lse, counter, scale_log2, room, splits, rows, dtype, geometry).launch(

@@ -161,15 +161,25 @@ MORE = {
     "indexer_paged": (
         " Where a request has six query tokens, the code of these records multiplied all at once, and today's does it "
         "in two halves ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by calls that rotate over "
-        "inputs of 280 MB and more, and not by a kernel that writes all of it. Keys of `mqa_logits_v4` leave L2 first "
-        "where a request has one query tile, so that with one or two query tokens some keys of an earlier turn may "
-        f"stay in L2, and a call may be faster here than behind other kernels. {FP8_LIMIT}"
+        "inputs of 280 MB and more, and not by a kernel that writes all of it. Where a request has one query "
+        "tile, `mqa_logits_v4` lets its keys be the first to be evicted from L2. New keys then evict each other, and "
+        "keys of an earlier turn may survive, so that with one or two query tokens a call may be faster here than "
+        f"behind other kernels. {FP8_LIMIT}"
     ),
     "unseen_indexer": (
         " Where a request has three query tokens, the code of some records multiplied all at once, and today's does it "
-        "in two parts. In ragged cells hardly a query token may see a key, so that an almost empty call is timed: a "
-        f"second mean leaves out the calls that take less than {EMPTY_US:g} us. {FP8_LIMIT}"
+        "in two parts. In some ragged cells almost no query token sees a key, so that an almost empty call is timed: "
+        f"a second mean leaves out the calls that take less than {EMPTY_US:g} us. {FP8_LIMIT}"
     ),
+}
+#: Device -> experiment -> what its rows are there, on the page of a further device.
+FURTHER = {
+    "h100": {
+        "sparse_decode": (
+            " Rows of `cute-dsl/sparse_mla_v1` are of a version that the dispatcher no longer picks. It picks version "
+            "2, which was hardly timed on this card."
+        ),
+    },
 }
 #: Of pages whose dtypes, widths or caches are others than `DENSE`.
 CACHES = {
@@ -215,7 +225,8 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name not in ON_H200},
-        **{name: f"h100/2026-11-27-{name}.jsonl" for name in ("decode", "ragged", "unseen")},
+        **{name: f"h100/2026-11-27-{name}.jsonl" for name in ("decode", "ragged")},
+        "unseen": ("h100/2026-11-27-unseen.jsonl", "h100/2026-11-27-unseen-88117.jsonl"),
         "regime_map": "h100/2026-11-28-regime_map.jsonl",
     },
 }
@@ -383,7 +394,7 @@ def where(device: str, name: str) -> str:
     if apart(records):
         said += (
             "In some cells the newest records are of different runs, and contenders are compared by their shares of "
-            "each run's limit. "
+            "each run's limit, so that a speedup there is not the quotient of the two times. "
         )
     if any(r["overlap_us"] for r in records):
         said += (
@@ -435,14 +446,16 @@ def live(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 #: Page -> libraries that its text has a mean against each of, with their records' labels.
 _SPARSE = {"FlashMLA": "peer/flash_mla_sparse", "FlashAttention-3": "peer/fa3_sparse"}
 EACH = {"sparse_served": _SPARSE, "unseen_sparse": _SPARSE}
+#: Pages whose files are problems of a seed each, which have means of their own.
+SEEDS = ("unseen_sparse",)
 
 
 def against_each(name: str) -> str:
     """What `summary` says of a part of a page: against one library at a time, of the libraries in `EACH`, over all
-    record files of the page and, if there are several, over each; and without calls that compute next to nothing."""
+    record files of the page and, if each has a seed, over each; and without calls that compute next to nothing."""
     said = ""
     files = files_of(MAIN, name)
-    for only in ("", *files) if len(files) > 1 else ("",):
+    for only in ("", *files) if name in SEEDS else ("",):
         here = live(records_of(MAIN, name, only) if only else records_of(MAIN, name))
         for library, peer in EACH.get(name, {}).items():
             some = [r for r in here if label(r) == peer or not label(r).startswith("peer/")]
@@ -482,7 +495,9 @@ def lacking(device: str, name: str) -> str:
         for r in records_of(device, name)
         if r["time_us"] and not label(r).startswith("peer/")
     }
-    missing = [cell_name(problem) for problem in cells if problem not in timed]
+    lacked = [problem for problem in cells if problem not in timed]
+    labels = [problem.label for problem in cells]
+    missing = [pd.label if labels.count(pd.label) == 1 else cell_name(pd) for pd in lacked]
     if not missing:
         return ""
     counted = f" Of the {len(cells)} cells {len(cells) - len(missing)} were measured"
@@ -525,7 +540,9 @@ def device_page(device: str) -> str:
         records += records_of(device, name)
         table = against(records_of(device, name)).format(heading="")
         named = f" {NAMES[name]}" if name in NAMES else ""
-        about = f"{WHAT[name]}{lacking(device, name)}{named} {where(device, name)}"
+        about = (
+            f"{WHAT[name]}{FURTHER.get(device, {}).get(name, '')}{lacking(device, name)}{named} {where(device, name)}"
+        )
         text += f"\n## {name}\n\n{about}\n\n{table}\n{sources(device, name)}"
     measured = f"Unless an experiment says otherwise: {DENSE}. {method(records, text)}"
     return f"{HEAD}\n# {Device.get(device).name}\n\n{measured}\n{text}"
@@ -633,7 +650,10 @@ def served() -> str:
 def index() -> str:
     """The text of docs/results/README.md."""
     rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, what in WHAT.items())
-    others = "".join(f"- [{Device.get(name).name}]({name}.md): The same experiments on this card.\n" for name in OTHERS)
+    others = "".join(
+        f"- [{Device.get(name).name}]({name}.md): {len(FILES[name])} of the experiments on this card.\n"
+        for name in OTHERS
+    )
     several = "".join(
         f"- [Several {Device.get(name).name}]({name}-several.md): Several GPUs share the tokens of long requests.\n"
         for name in OVER_GPUS

@@ -497,7 +497,15 @@ def test_show_says_what_is_picked_and_why(toys: None, monkeypatch: pytest.Monkey
     assert "; compiled, never run on sm_80\n" in capsys.readouterr().out
     monkeypatch.setattr(rules, "of", lambda workload: RULES[:-1])
     assert cli.main([*words, "--device", "a100"]) == 1
-    assert "no version takes this problem here" in capsys.readouterr().out
+    assert "no version takes this problem here\n" in capsys.readouterr().out
+
+
+def test_show_says_what_computes_a_prompt_that_no_version_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    from mla_var3.ops.prefill import ANYWHERE
+
+    words = ["dispatch", "show", "--workload", "prefill", "--d", "256", "--p", "0", "--device", "a100"]
+    assert cli.main(words) == 1
+    assert f"no version takes this problem here: mla_prefill computes it by {ANYWHERE}" in capsys.readouterr().out
 
 
 def test_of_some_records_alone_no_rule_is_called_proved(

@@ -75,6 +75,10 @@ def _explained(problem: Problem, device: Device, judged: Sequence[Judged]) -> li
         lines.append(f"picked: {picked.choice.label}, by rule {picked.number}{mark}")
     else:
         lines.append("no version takes this problem here")
+        if problem.workload == "prefill":
+            from mla_var3.ops.prefill import ANYWHERE
+
+            lines[-1] += f": mla_prefill computes it by {ANYWHERE}, which waits for the device"
     for one in judged:
         word = "picked" if one is picked else "then" if one.verdict else "not"
         lines.append(f"  {one.number}  {word:7}{one.choice.label}, for {one.rule.condition}: {one.rule.reason}")

@@ -8,7 +8,7 @@ RULES = (
     Rule("cute-dsl/sparse_mla_v2", "it widens the codes of packed caches on the way into registers", archs=HOPPER),
     Rule(
         "cute-dsl/sparse_mla_v1",
-        "it takes nothing that version 2 does not take; it stays while version 2 has no records on an H100",
+        "it takes nothing that version 2 does not take; it stays while version 2 has hardly a record on an H100",
         archs=HOPPER,
     ),
     Rule("cute-dsl/sparse_mla", "it takes bf16 caches, which have no codes", archs=HOPPER),

@@ -150,6 +150,7 @@ TILE_COST, MERGE_COST = 1, 2  # in KV tiles of time: of a query tile besides its
 MERGING = 8  # warps of a CTA that merges, a row each
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
 MISC_BYTES = 2048  # of shared memory, in front of Q
+NO_WORD = -(1 << 31)  # which words of a slot never are, or-ed together
 
 
 KEEP, PASS = 0x14F0000000000000, 0x12F0000000000000  # L2 policies: evict last (K, V) and evict first (Q)
@@ -1137,7 +1138,10 @@ def heard(storage: cutlass.Constexpr, number: Int32) -> Tile:
     tile = Tile(*(words[i, slot] for i in range(7)))
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(storage.heard.data_ptr() + slot, 0)
+        # The arrival depends on all words: issued behind the loads only, it overtakes them where stores keep them
+        # waiting, and the scheduler writes the slot before it is read.
+        if (tile.row | tile.rows | tile.head | tile.key | tile.keys | tile.seen | tile.place) != NO_WORD:
+            cute.arch.mbarrier_arrive(storage.heard.data_ptr() + slot, 0)
     return tile
 
 

@@ -220,19 +220,16 @@ def decompress(pd: ChunkedProblem, inputs: Sequence[Any], attend: Attend) -> tup
 
 @dataclass(frozen=True)
 class DecompressTiling(PartsTiling):
-    """causal: over the piece with the new tokens. full: over the others. consumers: of both, where they have this knob;
-    0: as they choose."""
+    """causal: over the piece with the new tokens. full: over the others."""
 
     causal: str = "cute-dsl/flash_attention_v21"
     full: str = "cute-dsl/flash_attention_v21"
-    consumers: int = 0
 
     def parts(self, pd: ChunkedProblem) -> dict[str, Part]:
         *ahead, last = cut(pd)
-        knobs = {"consumers": self.consumers} if self.consumers else {}
-        found: dict[str, Part] = {"causal": (self.causal, pd.piece(last.rows, True), knobs)}
+        found: dict[str, Part] = {"causal": (self.causal, pd.piece(last.rows, True), {})}
         if ahead:
-            found["full"] = (self.full, pd.piece(max(piece.rows for piece in ahead), False), knobs)
+            found["full"] = (self.full, pd.piece(max(piece.rows for piece in ahead), False), {})
         return found
 
 

@@ -42,17 +42,16 @@ class ChunkDecompressPlan(KernelPlan):
     tiling_type = DecompressTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
     parts = (
-        "cute-dsl/flash_attention", "cute-dsl/flash_attention_v1", "cute-dsl/flash_attention_v12",
-        "cute-dsl/flash_attention_v18", "cute-dsl/flash_attention_v21",
+        "cute-dsl/flash_attention", "cute-dsl/flash_attention_v1", "cute-dsl/flash_attention_v18",
+        "cute-dsl/flash_attention_v21",
     )  # fmt: skip
 
     def default_tiling(self) -> DecompressTiling:
         return default_tiling(self.problem)
 
     def autotune_configs(self) -> list[Tiling]:
-        v12, v18 = "cute-dsl/flash_attention_v12", "cute-dsl/flash_attention_v18"
-        # Query tiles of 192 rows: 384 tokens are two of them, where they are one and a half of version 21's.
-        tilings = [self.tiling, DecompressTiling(v18, v18), DecompressTiling(v12, v12, consumers=3)]
+        v18 = "cute-dsl/flash_attention_v18"
+        tilings = [self.tiling, DecompressTiling(v18, v18)]
         return [x for x in tilings if x.validate(self.problem, self.device)]
 
     def plan(self, *inputs: Any) -> ChunkKernel:

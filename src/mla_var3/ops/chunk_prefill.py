@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     import torch
 
 WAYS = ("decompress", "absorb")
-#: Dense operations in 16 bits that a byte of keys and values counts as. An H200 does 150 in the time of a byte alone, but
-#: products write while they compute. With 83 both ways are equal where they were measured to be, at 128 heads and at 16.
+#: Dense operations in 16 bits that a byte of keys and values counts as. An H200 does 150 in the time of a byte alone,
+#: but products write while they compute. With 83 both ways are equal where they were on an H200, of 128 and 16 heads.
 FLOPS_A_BYTE = 83
 
 

@@ -19,11 +19,11 @@ MOST, MOST_OF_A_LAUNCHER = 10, 12
 #: that take a call's tensors one by one, as a compiled host function does.
 LEFT_OVER = {
     "split_kv/launch.py:launch_decode": 16,
+    "mla/flash_attention/flash_attention_v22/flash_attention_v22.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention/flash_attention.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v1/flash_attention_v1.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v12/flash_attention_v12.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v18/flash_attention_v18.py:launch_flash_attention": 13,
-    "mla/flash_attention/flash_attention_v22/flash_attention_v22.py:launch_flash_attention": 13,
     "mla/sparse_mla_mma/sparse_mla_mma/sparse_mla_mma.py:launch_sparse_mla_mma": 15,
     "mla/sparse_mla/sparse_mla/sparse_mla.py:launch_sparse_mla": 18,
     "mla/sparse_mla/sparse_mla_v1/sparse_mla_v1.py:launch_sparse_mla_v1": 20,

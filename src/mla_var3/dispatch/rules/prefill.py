@@ -51,13 +51,19 @@ SEEN = Quantity("keys that a query sees", _seen, _near_seen)
 RULES = (
     Rule(
         "cute-dsl/flash_attention_v12",
-        "its last query tiles end together, and narrow keys have three consumers",
-        where=(Bound(KEY_COLUMNS, 96), Bound(TOKENS, 4095, above=True)),
+        "its last query tiles end together, and narrow keys have three consumers for 192 query tokens",
+        where=(Bound(KEY_COLUMNS, 96), Bound(TOKENS, 255, above=True)),
         archs=HOPPER,
     ),
     Rule(
         "cute-dsl/flash_attention_v12",
-        "its last query tiles end together, and wide results are rescaled where a maximum has grown",
+        "its consumers take turns, and wide results are rescaled where a maximum has grown",
+        where=(Bound(KEY_COLUMNS, 192, above=True), Bound(VALUE_COLUMNS, 192, above=True)),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v12",
+        "its last query tiles end together",
         where=(Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095, above=True)),
         archs=HOPPER,
     ),
@@ -69,8 +75,8 @@ RULES = (
     ),
     Rule(
         "cute-dsl/flash_attention_v18",
-        "two CTAs share K and V, and a query tile is stored beside the next one's scores",
-        where=(Bound(KEY_COLUMNS, 96, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 255, above=True)),
+        "two CTAs share K, V and a query tile of 256 rows, which is stored beside the next one's scores",
+        where=(Bound(KEY_COLUMNS, 96, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 128, above=True)),
         archs=HOPPER,
     ),
     Rule(

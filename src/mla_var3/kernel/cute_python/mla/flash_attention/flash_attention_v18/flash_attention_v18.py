@@ -146,6 +146,7 @@ CONSUMER_WARPS = CONSUMERS // WARP
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232  # 128 · (40 + 2 · 232) = 64512 of 65536
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
 MISC_BYTES = 2048  # of shared memory, in front of Q
+NO_WORD = -(1 << 31)  # which words of a slot never are, or-ed together
 
 
 KEEP, PASS = 0x14F0000000000000, 0x12F0000000000000  # L2 policies: evict last (K, V) and evict first (Q)
@@ -1072,7 +1073,10 @@ def heard(storage: cutlass.Constexpr, number: Int32) -> Tile:
     tile = Tile(words[0, slot], words[1, slot], words[2, slot], words[3, slot], words[4, slot], words[5, slot])
     cute.arch.sync_warp()
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(storage.heard.data_ptr() + slot, 0)
+        # The arrival depends on all words: issued behind the loads only, it overtakes them where stores keep them
+        # waiting, and the scheduler writes the slot before it is read.
+        if (tile.row | tile.rows | tile.head | tile.key | tile.keys | tile.seen) != NO_WORD:
+            cute.arch.mbarrier_arrive(storage.heard.data_ptr() + slot, 0)
     return tile
 
 

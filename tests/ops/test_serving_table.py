@@ -174,9 +174,11 @@ def need_all_languages() -> None:
 
 
 # ---------------------------------------------------------------- prompts
-def prompts(*sizes: tuple[int, int], s: Sequence[int] = (77, 1024, 8192)) -> list[dict[str, Any]]:
+def prompts(
+    *sizes: tuple[int, int], s: Sequence[int] = (77, 1024, 8192), causal: Sequence[bool] = (True, False)
+) -> list[dict[str, Any]]:
     """Fields of problems. sizes: columns of keys and of values; s: query tokens."""
-    return [{"d": dv, "p": dk - dv, "s": n} for dk, dv in sizes for n in s]
+    return [{"d": dv, "p": dk - dv, "s": n, "causal": mask} for dk, dv in sizes for n in s for mask in causal]
 
 
 #: 32 query tiles over many keys.
@@ -184,9 +186,9 @@ FEW_TILES = {"b": 1, "s": 512, "t": 4608}
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "192 / 128": [*prompts((192, 128), s=(1, 128, 129, 8192)), {"d": 128, "p": 64, **FEW_TILES}],
     "128 / 128": [*prompts((128, 128), s=(128, 129, 509, 510, 8192)), {"d": 128, "p": 0, **FEW_TILES}],
-    "256 / 256": prompts((256, 256), s=(1, 77, 8192)),
+    "256 / 256": prompts((256, 256), s=(77, 4095, 4096)),
     "256 / 128": prompts((256, 128), s=(77, 4095, 4096)),
-    "96 / 64": prompts((96, 64), s=(77, 255, 256, 8192)),
+    "96 / 64": prompts((96, 64), s=(77, 255, 256, 4095, 4096)),
     "other keys of 128 to 192, in multiples of 16, with values of 64 or 128": prompts((144, 128), (128, 64), (192, 64)),
     "other keys up to 256, in multiples of 16, with values of 64, 128, 192 or 256": prompts(
         (64, 64), (112, 64), (192, 192), (208, 128), (240, 192), (256, 64)
@@ -195,10 +197,16 @@ PROMPTS: dict[str, list[dict[str, Any]]] = {
 }
 #: Problems on both sides of each boundary that the table names: fields, device, and what is picked there.
 SIDES = [
-    ((192, 128), 128, "v1"), ((192, 128), 129, "v18"), ((128, 128), 509, "v1"), ((128, 128), 510, "v18"),
-    ((256, 128), 4095, "v1"), ((256, 128), 4096, "v12"), ((96, 64), 255, "v1"), ((96, 64), 256, "v12"),
-    ((256, 256), 1, "v12"), ((256, 192), 4095, "v1"), ((256, 192), 4096, "v12"), ((112, 64), 8192, "v1"),
+    ((192, 128), 128, "v22"), ((192, 128), 129, "v18"), ((128, 128), 509, "v22"), ((128, 128), 510, "v18"),
+    ((256, 128), 4095, "v22"), ((256, 128), 4096, "v12"), ((96, 64), 4095, "v22"), ((96, 64), 4096, "v12"),
+    ((256, 256), 4095, "v22"), ((256, 256), 4096, "v12"), ((256, 192), 4095, "v1"), ((256, 192), 4096, "v12"),
     ((208, 128), 4095, "v1"), ((208, 128), 4096, "v12"), ((64, 64), 255, "v1"), ((64, 64), 256, "v12"),
+    ((112, 64), 8192, "v1"),
+]  # fmt: skip
+#: The same without a mask.
+UNMASKED = [
+    ((192, 128), 128, "v1"), ((192, 128), 129, "v18"), ((128, 128), 128, "v1"), ((128, 128), 256, "v18"),
+    ((256, 128), 4095, "v1"), ((96, 64), 255, "v1"), ((96, 64), 256, "v12"), ((256, 256), 4095, "v22"),
 ]  # fmt: skip
 #: What every version in the table takes besides.
 ALSO: list[dict[str, Any]] = [
@@ -234,6 +242,9 @@ def test_the_boundaries_of_the_table_of_prompts() -> None:
         assert picked([(prompt(**fields), "h200")]) == {f"cute-dsl/flash_attention_{version}"}, fields
     for (dk, dv), s, version in SIDES:
         assert picked([(prompt(d=dv, p=dk - dv, s=s), "h200")]) == {f"cute-dsl/flash_attention_{version}"}, (dk, dv, s)
+    for (dk, dv), s, version in UNMASKED:
+        found = picked([(prompt(d=dv, p=dk - dv, s=s, causal=False), "h200")])
+        assert found == {f"cute-dsl/flash_attention_{version}"}, (dk, dv, s)
 
 
 @pytest.mark.parametrize("fields", ALSO, ids=str)

@@ -208,7 +208,9 @@ def claims(workload: str, device: Device, found: Sequence[Timed] | None = None) 
         rivals = [next(later for _, later in here[i + 1 :] if later.label == label) for label in others]
         for bound in rule.where or (None,):
             # The next one down that takes some of the same problems: with others there is nothing to compare.
-            told = (_claim(number, rule, other, bound, device, found, problems) for other in rivals)
+            # The rest, which is what no condition tells, may be rare among what was timed.
+            tried = problems if bound else [*dict.fromkeys(one.problem for one in found), *problems]
+            told = (_claim(number, rule, other, bound, device, found, tried) for other in rivals)
             first = next((claim for claim in told if not claim.empty), None)
             if first is not None:
                 made.append(first)

@@ -27,6 +27,7 @@ LEFT_OVER = {
     "mla/sparse_mla/sparse_mla/sparse_mla.py:launch_sparse_mla": 18,
     "mla/sparse_mla/sparse_mla_v1/sparse_mla_v1.py:launch_sparse_mla_v1": 20,
     "mla/sparse_mla/sparse_mla_v2/sparse_mla_v2.py:launch_sparse_mla_v2": 20,
+    "mla/sparse_mla/sparse_mla_v3/sparse_mla_v3.py:launch_sparse_mla_v3": 14,
 }
 
 

@@ -275,6 +275,38 @@ def test_shared_memory_holds_as_many_tiles_as_it_is_said_to(layout: str) -> None
             assert not tiling(heads=n).geometry(SparseProblem(h=n, layout=layout, **fields)).p_in_rows
 
 
+def test_a_cluster_of_two_ctas_shares_the_columns_of_a_token() -> None:
+    """Version 3: each CTA's rows lie in different banks, eight of them, and shared memory holds the tiles it should."""
+    tiling = plan_type("cute-dsl/sparse_mla_v3").tiling_type
+    source = importlib.import_module(tiling.__module__)
+    assert source.CTAS * (source.COLUMNS + 2 * source.ROPE) + source.SCALE_BYTES == source.ROW_BYTES
+    assert source.STRIDE % 32 == 16
+    for n in source.HEADS:
+        geometry = tiling(heads=n).geometry(SparseProblem(h=4 * n, s=3, sink=True))
+        assert (geometry.both, geometry.tiles) == (2 * n, 12)
+        size = source.shared_storage(geometry).size_in_bytes()
+        assert geometry.stages * source.TOKENS * source.STRIDE < size <= H200.smem_per_block, n
+    assert tiling().geometry(SparseProblem(h=96)).stages == 5
+
+
+@pytest.mark.parametrize(
+    ("fields", "heads", "said"),
+    [
+        ({"h": 96, "lengths": True}, 0, "without lengths"),
+        ({"h": 96, "layout": "v4", "page": 64}, 0, "takes layout v32"),
+        ({"h": 72}, 0, "not a multiple of 16"),
+        ({"h": 112}, 48, "not a multiple of the 96"),
+        ({"h": 96, "s": 70}, 0, "more than the 132 multiprocessors"),
+    ],
+    ids=["lengths", "v4", "72 heads", "112 heads", "70 tokens"],
+)
+def test_what_clusters_do_not_take_is_said(fields: dict[str, Any], heads: int, said: str) -> None:
+    plan = plan_type("cute-dsl/sparse_mla_v3")
+    tiling, problem = plan.tiling_type(heads=heads), SparseProblem(**{"layout": "v32", **fields})
+    taken = plan(problem, tiling, H200).supported()
+    assert said in (tiling.validate(problem, H200) if taken else taken).reason
+
+
 def test_splits_of_a_row_that_ends_early_divide_its_tiles() -> None:
     """Each tile up to the last one that names a token belongs to one split; a split without one gets the row's last
     tile, which then names none."""

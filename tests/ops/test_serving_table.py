@@ -179,9 +179,11 @@ def prompts(*sizes: tuple[int, int], s: Sequence[int] = (77, 1024, 8192)) -> lis
     return [{"d": dv, "p": dk - dv, "s": n} for dk, dv in sizes for n in s]
 
 
+#: 32 query tiles over many keys.
+FEW_TILES = {"b": 1, "s": 512, "t": 4608}
 PROMPTS: dict[str, list[dict[str, Any]]] = {
-    "192 / 128": prompts((192, 128), s=(1, 255, 256, 8192)),
-    "128 / 128": prompts((128, 128), s=(255, 256, 509, 510, 8192)),
+    "192 / 128": [*prompts((192, 128), s=(1, 255, 256, 8192)), {"d": 128, "p": 64, **FEW_TILES}],
+    "128 / 128": [*prompts((128, 128), s=(255, 256, 509, 510, 8192)), {"d": 128, "p": 0, **FEW_TILES}],
     "256 / 256, 256 / 128": prompts((256, 256), (256, 128), s=(77, 4095, 4096)),
     "96 / 64": prompts((96, 64), s=(77, 4095, 4096)),
     "other keys of 128 to 192, in multiples of 16, with values of 64 or 128": prompts((144, 128), (128, 64), (192, 64)),
@@ -223,6 +225,11 @@ def test_the_table_of_prompts_says_what_is_picked() -> None:
 
 def test_the_boundaries_of_the_table_of_prompts() -> None:
     need_all_languages()
+    for fields, version in (
+        (FEW_TILES, "v21"), ({**FEW_TILES, "h": 17}, "v18"), ({**FEW_TILES, "t": 2048}, "v21"),
+        ({**FEW_TILES, "t": 2047}, "v18"),
+    ):  # fmt: skip
+        assert picked([(prompt(**fields), "h200")]) == {f"cute-dsl/flash_attention_{version}"}, fields
     for (dk, dv), s, version in SIDES:
         assert picked([(prompt(d=dv, p=dk - dv, s=s), "h200")]) == {f"cute-dsl/flash_attention_{version}"}, (dk, dv, s)
 

@@ -117,6 +117,13 @@ FP8_LIMIT = (
     "A product in FP8 may take half the time of one of cuBLAS in bf16, which the limit is made of, so that a kernel "
     "can have up to 200 % of the limit."
 )
+#: Of pages whose sustained times are of one turn, where calls are bound by memory and draw the power limit.
+FIRST_TURN = (
+    "A sustained time is of one turn of 0.3 seconds. Where a call over a cache has one or two query tokens and draws "
+    "the power limit, the contender that had its turn first looks up to 13 % slower than behind another one: DeepGEMM "
+    "in the records of 2026-11-28, and the kernel here in those of 2026-11-29 ([devlog](../../devlogs/mqa_logits/"
+    "cute-dsl-v4.md#measured)). Sustained speedups of these cells tell no smaller differences."
+)
 #: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
 EMPTY_US = 3.0
 #: Page -> what its cells and columns are, where their names do not say it.
@@ -164,12 +171,12 @@ MORE = {
         "inputs of 280 MB and more, and not by a kernel that writes all of it. Where a request has one query "
         "tile, `mqa_logits_v4` lets its keys be the first to be evicted from L2. New keys then evict each other, and "
         "keys of an earlier turn may survive, so that with one or two query tokens a call may be faster here than "
-        f"behind other kernels. {FP8_LIMIT}"
+        f"behind other kernels. {FIRST_TURN} {FP8_LIMIT}"
     ),
     "unseen_indexer": (
         " Where a request has three query tokens, the code of some records multiplied all at once, and today's does it "
         "in two parts. In some ragged cells almost no query token sees a key, so that an almost empty call is timed: "
-        f"a second mean leaves out the calls that take less than {EMPTY_US:g} us. {FP8_LIMIT}"
+        f"a second mean leaves out the calls that take less than {EMPTY_US:g} us. {FIRST_TURN} {FP8_LIMIT}"
     ),
 }
 #: Device -> experiment -> what its rows are there, on the page of a further device.

@@ -135,11 +135,11 @@ def sanitizer_part() -> Iterator[Wanted]:
     from sanitizer_case import SPLIT_TOKENS
 
     cells = experiment_cells("sanitizer")
-    both = [*cells, *experiment_cells("sanitizer_sparse")]
+    every = [*cells, *experiment_cells("sanitizer_sparse"), *experiment_cells("sanitizer_indexer")]
     for kernel in registry.all_kernels():
         if kernel.language == bundle.LANGUAGE:
             plan_type = registry.get_plan(kernel)
-            yield from ((kernel, {}, cell) for cell in both if plan_type(cell, None, DEVICE).supported())
+            yield from ((kernel, {}, cell) for cell in every if plan_type(cell, None, DEVICE).supported())
     yield from picked(cells)
     yield from fixed_splits([cell for cell in cells if not cell.packed], SPLIT_TOKENS)
 

@@ -90,6 +90,7 @@ class Suite:
         spec.loader.exec_module(test)
         if dense:
             return cls(test, test, test.kk, dense_cases(test), True)
+        test.lib.KVScope.quant_and_dequant_ = lambda scope: pack_used(scope, test.lib.quant)
         return cls(test.lib, test.ref, test.kk, test.gen_testcase())
 
 
@@ -171,6 +172,45 @@ def room_of(problem: SparseProblem | MlaProblem) -> int:
     compared = pairs * (10 * columns + 12 * problem.h) + queries * problem.h * VALUES * 50
     expanded = 4e9 if problem.extra_layout == "v41_fp4" else 0.0  # what e2m1 codes are made from
     return round(1e9 + kept + max(making, compared) + expanded)
+
+
+def pack_used(scope: Any, quant: Any) -> None:
+    """Packs a cache and unpacks it again, as a test's `quant_and_dequant_` does, by its own functions, but only the
+    rows that indices name. All others are NaN: these functions say once what bytes such a row has."""
+    import torch
+
+    cache, width = scope.blocked_k, scope.t.d_qk
+    rows, pages, page = cache.view(-1, width), cache.shape[0], cache.shape[1]
+    layout = getattr(scope, "kvcache_layout", None)
+    if layout is None:
+        layouts = quant.FP8KVCacheLayout
+        layout = layouts.V32_FP8Sparse if width == 576 else layouts.MODEL1_FP8Sparse
+    used = (rows[:, 0] == rows[:, 0]).nonzero().view(-1)
+    some = rows.new_full((64 * (len(used) // 64 + 1), width), float("nan"))  # and a row at least that is NaN
+    some[: len(used)] = rows[used]
+    packed = quant.quantize_k_cache(some.view(-1, 64, 1, width), layout)
+    rows[used] = quant.dequantize_k_cache(packed, layout).view(-1, width)[: len(used)]
+    like = quant.quantize_k_cache(cache[:2], layout)  # two pages, which say where pages lie
+    whole = torch.empty(pages * like.stride(0), dtype=torch.uint8, device=cache.device).view(like.dtype)
+    whole = whole.as_strided((pages, *like.shape[1:]), like.stride())
+    apart = layout.name == "MODEL1_FP8Sparse"
+    for target, source in zip(token_parts(whole, apart), token_parts(packed, apart), strict=True):
+        target.copy_(source[-1, -1])
+        target[used // page, used % page] = source.reshape(-1, source.shape[2])[: len(used)]
+    scope.blocked_k_quantized = whole
+
+
+def token_parts(cache: Any, apart: bool) -> list[Any]:
+    """What belongs to the tokens of a packed cache, (pages, page, words of 8 bytes): its rows, or where scales lie
+    behind a page's rows (apart), rows and scales."""
+    import torch
+
+    pages, page, _, each = cache.shape
+    if not apart:
+        return [cache[:, :, 0].view(torch.int64)]
+    words = cache.as_strided((pages, page * each), (cache.stride(0), 1)).view(torch.int64)
+    of_rows = page * (each // 8 - 1)
+    return [words[:, :of_rows].view(pages, page, -1), words[:, of_rows:].view(pages, page, 1)]
 
 
 def results(suite: Suite, number: int) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,7 +49,8 @@ def made(case):
 def reference(case, made):
     return torch.tensor([0 if case.seed == 4 else case.seed]), torch.tensor([0])
 
-lib = types.SimpleNamespace(generate_testcase_for_decode=made, run_flash_mla_decode=run)
+KVScope, quant = types.SimpleNamespace(), None
+lib = types.SimpleNamespace(generate_testcase_for_decode=made, run_flash_mla_decode=run, KVScope=KVScope, quant=quant)
 ref = types.SimpleNamespace(ref_sparse_attn_decode=reference)
 kk = types.SimpleNamespace(check_is_allclose=same)
 """
@@ -123,6 +125,56 @@ def test_a_run_goes_on_where_the_one_before_ended(suite: Any, tmp_path: Path) ->
     lines = [json.loads(line) for line in done.read_text().splitlines()]
     assert {line["case"]: (line["verdict"], line["why"]) for line in lines} == verdicts
     assert not any(each.process.is_alive() for each in run.workers)
+
+
+@pytest.mark.parametrize(("width", "page"), [(576, 2), (576, 61), (512, 64), (512, 53)])
+def test_rows_that_no_index_names_are_packed_once(suite: Any, width: int, page: int) -> None:
+    """Bytes, strides and unpacked rows are those of a function that packs all rows. Of 512 columns scales lie behind a
+    page's rows, and of 576 pages have a gap behind them, as in FlashMLA's tests."""
+    import torch
+
+    given = []
+
+    def pack(cache: Any, layout: int) -> Any:
+        pages, tokens = cache.shape[:2]
+        given.append(pages * tokens)
+        words = cache.reshape(pages, tokens, width).view(torch.uint8)
+        scales = words[..., :8] + layout
+        if width == 576:
+            whole = torch.empty((pages, tokens + 1, 2 * width + 8), dtype=torch.uint8)[:, :tokens]
+            whole[..., : 2 * width], whole[..., 2 * width :] = words, scales
+        else:
+            each = tokens * (2 * width + 8)
+            whole = torch.empty((pages, -(-each // 576) * 576), dtype=torch.uint8)[:, :each]
+            whole[:, : tokens * 2 * width] = words.reshape(pages, -1)
+            whole[:, tokens * 2 * width :] = scales.reshape(pages, -1)
+        return whole.view(pages, tokens, 1, -1)
+
+    def unpack(cache: Any, layout: int) -> Any:
+        pages, tokens = cache.shape[:2]
+        words = cache[..., : 2 * width] if width == 576 else cache.view(pages, -1)[:, : tokens * 2 * width]
+        return -layout * words.reshape(pages, tokens, 1, -1).view(torch.bfloat16)
+
+    Layouts = Enum("Layouts", {"V32_FP8Sparse": 1, "MODEL1_FP8Sparse": 2})
+    numbers = SimpleNamespace(**{layout.name: layout for layout in Layouts})
+    quant = SimpleNamespace(
+        FP8KVCacheLayout=numbers,
+        quantize_k_cache=lambda cache, layout: pack(cache, layout.value),
+        dequantize_k_cache=lambda cache, layout: unpack(cache, layout.value),
+    )
+    cache = torch.randn((8, page, 1, width), generator=torch.Generator().manual_seed(1)).bfloat16()
+    names = torch.rand((8, page), generator=torch.Generator().manual_seed(2)) < 0.3
+    cache[~names] = float("nan")
+    layout = Layouts.V32_FP8Sparse if width == 576 else Layouts.MODEL1_FP8Sparse
+    wanted = quant.quantize_k_cache(cache, layout)
+    unpacked = quant.dequantize_k_cache(wanted, layout)
+    scope = SimpleNamespace(blocked_k=cache.clone(), t=SimpleNamespace(d_qk=width))
+    given.clear()
+    suite.pack_used(scope, quant)
+    assert sum(given) < int(names.sum()) + 64 + 2 * page + 1
+    found = scope.blocked_k_quantized
+    assert found.stride() == wanted.stride() and torch.equal(found, wanted)
+    torch.testing.assert_close(scope.blocked_k, unpacked, rtol=0, atol=0, equal_nan=True)
 
 
 def test_bundled_classes_are_cut_into_lists(suite: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

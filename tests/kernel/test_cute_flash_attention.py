@@ -72,9 +72,15 @@ def counts(module: Any) -> bool:
     return "counter" in inspect.signature(inspect.unwrap(getattr(module, dealer(module)))).parameters
 
 
-def of_rows(module: Any) -> tuple[int, ...]:
-    """What functions on a query tile take besides, where its rows are the tiling's."""
-    return (rows_of(module),) if "rows" in inspect.signature(inspect.unwrap(module.kv_tiles)).parameters else ()
+def packed_of(geometry: Any) -> int:
+    """Query heads that share a query tile."""
+    return getattr(geometry, "packed", 1)
+
+
+def named(function: Any, **given: Any) -> Any:
+    """What a function returns that takes some of these: versions differ in what they hand over with a query tile."""
+    wanted = inspect.signature(function).parameters
+    return function(**{name: value for name, value in given.items() if name in wanted})
 
 
 def in_wide_last_sections(module: Any) -> bool:
@@ -158,11 +164,12 @@ def cut(module: Any, s: int) -> list[tuple[int, int]]:
     return [(first, s - first) for first in range(0, s, rows_of(module))]
 
 
-def wanted(pairs: Any, heads: int, module: Any) -> set[tuple[int, int, int]]:
-    """(first query token, head, rows as a query tile says) of all query tiles."""
+def wanted(pairs: Any, heads: int, module: Any, packed: int = 1) -> set[tuple[int, int, int]]:
+    """(first query token, first head, rows as a query tile says) of all query tiles; packed: heads of one."""
     tiles, begin = set(), 0
     for s, _ in pairs:
-        tiles |= {(begin + first, head, rows) for first, rows in cut(module, s) for head in range(heads)}
+        for first, rows in cut(module, s * packed):
+            tiles |= {(begin + first // packed, head, rows) for head in range(0, heads, packed)}
         begin += s
     return tiles
 
@@ -180,11 +187,11 @@ BATCHES = [(1, 1), (3, 2), (31, 5), (33, 7), (64, 9), (128, 3), (129, 11), (200,
 @pytest.mark.parametrize(("requests", "blocks"), BATCHES)
 def test_every_query_tile_is_dealt_once(kernel: registry.KernelId, requests: int, blocks: int) -> None:
     module, rng = module_of(kernel), random.Random(requests)
-    pairs = drawn(rng, requests)
-    dealt = line_of(module, pairs, geometry_of(module, 6, 3), blocks, room=rng.choice([1, 200, 1000, 1 << 20]))
+    pairs, geometry = drawn(rng, requests), geometry_of(module, 6, 3)
+    dealt = line_of(module, pairs, geometry, blocks, room=rng.choice([1, 200, 1000, 1 << 20]))
     tiles = [tile for of_cta in dealt for tile in of_cta]
-    named = [(tile.row, tile.head, tile.rows) for tile in tiles]
-    assert len(named) == len(set(named)) and set(named) == wanted(pairs, 6, module)
+    found = [(tile.row, tile.head, tile.rows) for tile in tiles]
+    assert len(found) == len(set(found)) and set(found) == wanted(pairs, 6, module, packed_of(geometry))
     begins = dict(zip(itertools.accumulate([0, *(s for s, _ in pairs)]), range(len(pairs)), strict=False))
     keys = [0, *itertools.accumulate(t for _, t in pairs)]
     for tile in tiles:
@@ -200,21 +207,21 @@ def test_the_most_keys_come_first_and_heads_that_fit_in_l2_together(kernel: regi
     if dealer(module) == "schedule" and not in_wide_last_sections(module):
         pytest.skip("this version's sections have two query tiles for each cluster, wherever they fit")
     pairs = [(300, 300), (5, 900), (0, 2000), (700, 700), (300, 300), (129, 0)]
-    (line,) = line_of(module, pairs, geometry_of(module, 6, 3), room=1400)
+    (line,) = line_of(module, pairs, geometry_of(module, 9, 3), room=1400)  # three heads that no version packs
     assert [keys for keys, _ in itertools.groupby(tile.keys for tile in line)] == [900, 700, 300, 0]
     of_700 = [(tile.head, tile.rows) for tile in line if tile.keys == 700]
     of_300 = [(tile.key > 300, tile.head, tile.rows) for tile in line if tile.keys == 300]
     ends = [rows for _, rows in reversed(cut(module, 700))]
-    # Two kv heads of 700 keys have room, four query heads: in these, the last query tile of each first.
-    sections = [[0, 1, 2, 3], [4, 5]]
+    # Two kv heads of 700 keys have room, six query heads: in these, the last query tile of each first.
+    sections = [[0, 1, 2, 3, 4, 5], [6, 7, 8]]
     if in_wide_last_sections(module):
-        sections = [[0, 1], [2, 3, 4, 5]]  # what is left over comes first
+        sections = [[0, 1, 2], [3, 4, 5, 6, 7, 8]]  # what is left over comes first
     assert of_700 == [(head, x) for heads in sections for x in ends for head in heads]
     if in_wide_last_sections(module):
-        # Two requests alike are dealt as one of twelve heads, of which eight have room together.
-        alike = [(request, head) for request in (False, True) for head in range(6)]
+        # Two requests alike are dealt as one of 18 heads, of which twelve have room together.
+        alike = [(request, head) for request in (False, True) for head in range(9)]
         ends = [rows for _, rows in reversed(cut(module, 300))]
-        assert of_300 == [(*who, x) for some in (alike[:4], alike[4:]) for x in ends for who in some]
+        assert of_300 == [(*who, x) for some in (alike[:6], alike[6:]) for x in ends for who in some]
     else:
         requests = [request for request, _, _ in of_300]
         assert requests == sorted(requests), "equal requests stay as they come"
@@ -259,8 +266,37 @@ def test_the_last_section_fills_all_ctas(kernel: registry.KernelId) -> None:
     assert made.section_widths(128, 1, 16, 1, 132, geometry) == (1, 16)
     plain = dataclasses.replace(geometry, causal=False)
     assert made.section_widths(8192, 64, 16, 9 * 8192, 132, plain) == (3, 3)
-    grouped = dataclasses.replace(geometry_of(module, 16, 4), causal=False)
-    assert made.section_widths(8192, 64, 16, 9 * 8192, 132, grouped) == (4, 4)
+    grouped = dataclasses.replace(geometry_of(module, 12, 4), causal=False)
+    assert made.section_widths(8192, 64, 12, 9 * 8192, 132, grouped) == (3, 3)
+
+
+def test_query_tiles_of_heads_that_share_keys() -> None:
+    """With eight heads a kv head, 20 query tokens are 160 rows, a query tile of 128 and one of 32, of which the second
+    consumer has none; version 1 has eight query tiles of 20 rows."""
+    for kernel in KERNELS:
+        module = module_of(kernel)
+        geometry = geometry_of(module, 16, 2)
+        if packed_of(geometry) == 1:
+            continue
+        (line,) = line_of(module, [(20, 700)], geometry)
+        assert [(x.row, x.head, x.rows, x.seen) for x in line] == [
+            (16, 0, 32, 697), (16, 8, 32, 697), (0, 0, 160, 681), (0, 8, 160, 681)
+        ]  # fmt: skip
+        made = on_cpu(module)
+        assert [made.working(x, geometry) for x in line] == [1, 1, 2, 2]
+        assert [made.place_of_row(line[1], row, geometry) for row in (0, 7, 8, 31)] == [
+            (8, 16), (15, 16), (8, 17), (15, 19)
+        ]  # fmt: skip
+
+
+def test_a_few_query_tokens_behind_a_long_prefix_come_first() -> None:
+    """Where requests are dealt by the keys that a query token sees in the mean, one of 5 tokens behind 600 comes ahead
+    of a prompt of 700."""
+    for kernel in KERNELS:
+        module = module_of(kernel)
+        if hasattr(module, "mean_keys"):
+            (line,) = line_of(module, [(700, 700), (5, 605), (0, 900)], geometry_of(module))
+            assert [keys for keys, _ in itertools.groupby(tile.keys for tile in line)] == [605, 700]
 
 
 @each_version
@@ -278,7 +314,7 @@ def test_a_launch_leaves_the_counter_as_it_found_it(kernel: registry.KernelId) -
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("query_tiles", lambda s, rows=128: max(s, 0) // rows),
+        ("query_tiles", lambda s, *_: max(s, 0) // 128),
         ("place_of", lambda index, tiles, *widths: (index % tiles, index // tiles % (widths[-1] - 1))),
     ],
 )
@@ -305,23 +341,27 @@ def test_ctas_of_a_cluster_have_as_much_to_do_on_the_diagonal(kernel: registry.K
 @pytest.mark.parametrize("tokens", [64, 80, 96, 128])
 def test_kv_tiles_are_those_that_rows_see(kernel: registry.KernelId, tokens: int) -> None:
     module = module_of(kernel)
-    made, rng = on_cpu(module), random.Random(tokens)
+    made, rng, size = on_cpu(module), random.Random(tokens), rows_of(module)
     for _ in range(300):
         s, t = rng.randrange(1, 600), rng.randrange(600)
-        at = rng.randrange(0, s, rows_of(module)) // rows_of(module)
-        for causal in (True, False):
-            tile = made.tile_of((at, 0), 0, s, 0, t, causal, *of_rows(module))
-            rows = range(tile.row, min(s, tile.row + min(tile.rows, rows_of(module))))
-            sees = [min(max(t - s + row + 1, 0), t) if causal else t for row in rows]
-            count = made.kv_tiles(tile, tokens, causal, *of_rows(module))
+        for causal, h_kv in itertools.product((True, False), (4, 1)):
+            geometry = dataclasses.replace(geometry_of(module, 4, h_kv), tokens=tokens, causal=causal)
+            packed = packed_of(geometry)
+            given = {"tokens": tokens, "causal": causal, "rows": size, "geometry": geometry}
+            at = rng.randrange(0, s * packed, size) // size
+            tile = named(made.tile_of, place=(at, 0), first_q=0, s=s, first_k=0, t=t, **given)
+            rows = range(min(tile.rows, size, (s - tile.row) * packed))
+            sees = [min(max(t - s + tile.row + row // packed + 1, 0), t) if causal else t for row in rows]
+            given |= {"tile": tile}
+            count = named(made.kv_tiles, **given)
             assert count == -(-max(sees) // tokens)
             for first in (0, module.HALF):
+                given |= {"count": count, "first_row": first}
                 if causal and first < len(rows):
-                    whole = made.whole_tiles(tile, first, tokens)
-                    assert whole == min(sees[first:]) // tokens
+                    assert named(made.whole_tiles, **given) == min(sees[first:]) // tokens
                 if "last_keys" in made.names and count and first < len(rows):
                     # A bound for the half of the rows: those that lie behind the request may see more.
-                    last = made.last_keys(tile, count, first, tokens, causal)
+                    last = named(made.last_keys, **given)
                     most = max(sees[first : first + module.HALF]) - (count - 1) * tokens
                     assert max(last, 0) >= max(most, 0)
                     assert max(last, 0) == max(most, 0) or first + module.HALF > len(rows)

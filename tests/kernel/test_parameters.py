@@ -19,6 +19,7 @@ MOST, MOST_OF_A_LAUNCHER = 10, 12
 #: that take a call's tensors one by one, as a compiled host function does.
 LEFT_OVER = {
     "split_kv/launch.py:launch_decode": 16,
+    "mla/flash_attention/flash_attention_v22/flash_attention_v22.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention/flash_attention.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v1/flash_attention_v1.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v12/flash_attention_v12.py:launch_flash_attention": 13,

@@ -321,6 +321,12 @@ class Geometry:
         return (self.free_bytes - self.p_bytes) // self.stage_bytes < self.free_bytes // self.stage_bytes
 
     @property
+    def ahead(self) -> int:
+        """Half panels of which bytes are on the way into registers in front of the one that is widened. With 48 heads
+        registers are left for one more."""
+        return AHEAD + 1 if self.p_in_rows else AHEAD
+
+    @property
     def stages(self) -> int:
         """Tiles in shared memory."""
         free = self.free_bytes - (0 if self.p_in_rows else self.p_bytes)
@@ -1449,14 +1455,14 @@ class Consumer:
         row = self.thread // 32 * 16 + lane % 16
         address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
-        found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
+        found = [self.load_keys(address, *part) for part in parts[: geometry.ahead]]
         self.read_factors(stage, pairs, plain)
         sums, ended = [self.acc_s], []  # ended: the groups' last panels
         if geometry.scales_sums:
             sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
         for i, (panel, half) in enumerate(parts):
-            if i + AHEAD < len(parts):
-                found.append(self.load_keys(address, *parts[i + AHEAD]))
+            if i + geometry.ahead < len(parts):
+                found.append(self.load_keys(address, *parts[i + geometry.ahead]))
             keys = self.key_words(found[i], panel, pairs, plain)
             is_plain = panel >= geometry.code_panels
             mma, frag = (self.mma_plain, self.frag_plain) if is_plain else (self.mma_s, self.frag_q)
@@ -1628,12 +1634,12 @@ class Consumer:
 
     def begin_values(self, stage: Int32) -> list[Any]:
         """Loads the bytes that `multiply` begins with."""
-        return [self.load_values(stage, *part) for part in self.value_parts()[:AHEAD]]
+        return [self.load_values(stage, *part) for part in self.value_parts()[: self.geometry.ahead]]
 
     def begin_factors(self, stage: Int32) -> list[Any]:
         """Loads the factors of these; who makes the tile's P has stored them."""
         found: list[Any] = []
-        for _ in range(AHEAD):
+        for _ in range(self.geometry.ahead):
             found.append(self.next_factors(stage, found))
         return found
 
@@ -1651,8 +1657,8 @@ class Consumer:
         `begin_values` and `begin_factors`."""
         parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
         for i, (panel, half) in enumerate(parts):
-            if i + AHEAD < len(parts):
-                found.append(self.load_values(stage, *parts[i + AHEAD]))
+            if i + geometry.ahead < len(parts):
+                found.append(self.load_values(stage, *parts[i + geometry.ahead]))
                 factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
@@ -1673,6 +1679,9 @@ class Consumer:
         self.read_max(row_max)
         if self.exceeds(row_max):
             self.move_max(row_max)
+        found, factors = [], []
+        if cutlass.const_expr(geometry.p_in_rows):  # they are there when P is; with 64 heads registers are short
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -1680,7 +1689,8 @@ class Consumer:
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
         self.store_p(stage)
         cute.arch.fence_view_async_shared()
-        found, factors = self.begin_values(stage), self.begin_factors(stage)
+        if cutlass.const_expr(not geometry.p_in_rows):
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         self.sync()

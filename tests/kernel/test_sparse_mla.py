@@ -275,6 +275,20 @@ def test_shared_memory_holds_as_many_tiles_as_it_is_said_to(layout: str) -> None
             assert not tiling(heads=n).geometry(SparseProblem(h=n, layout=layout, **fields)).p_in_rows
 
 
+def test_words_of_a_thread_lie_at_constant_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of results that go from registers to global memory (`epilogue_of_rows`)."""
+    source = importlib.import_module(plan_type("cute-dsl/sparse_mla_v2").__module__)
+    monkeypatch.setattr(source.cutlass, "select_", lambda condition, one, other: one if condition else other)
+    words = source.VALUES // 2
+    for thread, in_order in itertools.product(range(source.CONSUMER_THREADS), (True, False)):
+        head, word = source.word_place(thread, 0, 0, in_order)
+        for c, panel in itertools.product(range(12), range(source.HALF_PANELS)):
+            distance = source.wgmma.acc_column(0, c) * words + panel * source.PANEL_WORDS
+            of_head, of_word = source.word_place(thread, c, panel, in_order)
+            assert of_head * words + of_word == head * words + word + distance
+            assert of_head == head + source.wgmma.acc_column(0, c)
+
+
 def test_splits_of_a_row_that_ends_early_divide_its_tiles() -> None:
     """Each tile up to the last one that names a token belongs to one split; a split without one gets the row's last
     tile, which then names none."""

@@ -2035,7 +2035,8 @@ def epilogue_of_rows(
     first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """`epilogue` where P has no place of its own, through which rows could go: words go to global memory as they are,
-    eight lanes' beside each other."""
+    eight lanes' beside each other. A thread's words lie at constant distances from its first one, so that a store needs
+    no address of its own to be computed and kept until the store has read it."""
     out, _, outputs, _ = results
     count, layout = geometry.n // 4, geometry.partials
     me, lane = thread // WARPGROUP, thread % 32
@@ -2045,7 +2046,12 @@ def epilogue_of_rows(
     base = outputs.iterator.toint() + 2 * layout.row(place.slot, tile, Int32(0)) * layout.columns
     if place.whole:
         base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
-    heads = cutlass.min(geometry.h - first_row, geometry.n)
+    heads = Int32(geometry.n)
+    if cutlass.const_expr(geometry.h % geometry.n > 0):
+        heads = cutlass.min(geometry.h - first_row, geometry.n)
+    head, word = word_place(thread, 0, 0, place.whole)
+    first = base + Int64(head * (2 * VALUES) + 4 * word)
+    first = cute.make_ptr(Int32, first, cute.AddressSpace.gmem, assumed_align=4)
     for i in cutlass.range_constexpr(HALF_PANELS):
         wgmma.scale_columns(acc_o[i], factor)
         words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
@@ -2054,12 +2060,10 @@ def epilogue_of_rows(
         else:
             store_words(words, wgmma.to_dtype(acc_o[i], Float16))
         for c in cutlass.range_constexpr(count):
-            head, word = word_place(thread, c, i, place.whole)
             both = permute(words[c - c % 2], words[c - c % 2 + 1], 0x7632 if c % 2 else 0x5410)
-            if head < heads:
-                target = cute.make_ptr(
-                    Int32, base + Int64(head * (2 * VALUES) + 4 * word), cute.AddressSpace.gmem, assumed_align=4
-                )
+            below = wgmma.acc_column(0, c)  # heads, from the first one
+            if head + below < heads:
+                target = first + (below * (VALUES // 2) + i * PANEL_WORDS)
                 cute.make_tensor(target, cute.make_layout(1))[0] = both
 
 

@@ -372,7 +372,7 @@ def test_other_gpus_take_flash_mla_mma_for_few_query_rows_and_for_what_triton_do
 
     for fields in ({"h": 16}, {"h": 16, "s": 2}, {"h": 16, "k": 256}, {"h": 16, "queries": [3, 0, 4, 1]}):
         assert picked(**fields) == "cute-dsl/flash_mla_mma_v1"
-    many, blackwell = "cute-dsl/flash_mla_mma_v2", device in ("rtx5090", "b200")
+    many, blackwell = "cute-dsl/flash_mla_mma_v3", device in ("rtx5090", "b200")
     for fields in (
         {"h": 128, "queries": [3, 0, 70, 1], "causal": True},
         {"h": 128, "strided_pages": True},
@@ -380,9 +380,9 @@ def test_other_gpus_take_flash_mla_mma_for_few_query_rows_and_for_what_triton_do
     ):
         assert picked(**fields) == ("cute-dsl/flash_mla_mma_v1" if blackwell else many)
     assert picked(h=33) == picked(h=128) == picked(h=16, s=4) == ("triton/flash_mla" if blackwell else many)
-    # Its present form has not run with these.
-    assert picked(h=64, p=0) == "cute-dsl/flash_mla_mma_v1"
-    assert picked(h=64, dtype="fp16") == picked(h=16, k=64) == picked(h=64, k=128) == "triton/flash_mla"
+    assert picked(h=64, p=0) == ("cute-dsl/flash_mla_mma_v1" if blackwell else many)
+    assert picked(h=64, dtype="fp16") == ("triton/flash_mla" if blackwell else many)
+    assert picked(h=16, k=64) == picked(h=64, k=128) == "triton/flash_mla"
 
 
 @pytest.mark.parametrize("device", ["a100", "a40", "rtx4090", "rtx5090", "b200"])

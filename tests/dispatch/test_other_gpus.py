@@ -53,7 +53,7 @@ def test_a_gpu_that_has_no_entry_gets_the_kernels_of_single_warps(name: str) -> 
     fields: dict[str, Any]
     for fields in ({}, {"k": 256}, {"k": 128}, {"k": 512, "p": 0}, {"dtype": "fp16", "page": 5}, {"page": 1}):
         assert picked(MlaProblem(**FEW, **fields), device) == decode
-    many = ("cute-dsl/flash_mla_mma_v2",) * 2 if name != "GB10" else ("triton/flash_mla", decode)
+    many = ("cute-dsl/flash_mla_mma_v3",) * 2 if name != "GB10" else ("triton/flash_mla", decode)
     assert (picked(MlaProblem(**MANY), device), picked(MlaProblem(**MANY, queries={"total": 9}), device)) == many
     for layout in ("v32", "flat", "bf16", "v32_no_rope"):
         assert picked(SparseProblem(**FEW, topk=64, layout=layout), device) == sparse

@@ -202,27 +202,6 @@ def test_the_pipeline_is_the_oracle(most: int, monkeypatch: pytest.MonkeyPatch) 
     assert report.ok, report.reason
 
 
-@pytest.mark.usefixtures("poisoned_merges")
-@pytest.mark.parametrize("most", [1000, 41])
-def test_the_keys_of_one_request_are_split_where_query_tiles_are_few(
-    most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two heads of few queries: a prefix of 90 tokens in three splits, in one piece and in several."""
-    for name, value in (("PIECE_BYTES", most * TOKEN), ("MULTIPROCESSORS", 6), ("LEAST_SPLIT", 50)):
-        monkeypatch.setattr(chunks, name, value)
-    problem = ChunkedProblem(b=1, s=9, t=99, h=2, **SMALL)
-    assert [chunks.splits_of_problem(x) for x in (problem, PROBLEM, problem.replace(s=300, t=390))] == [3, 1, 1]
-    inputs = make_inputs(problem, seed=3)
-    kernel = TorchPlan(problem).plan(*inputs)
-    names = [stage.name for stage in kernel.stages]
-    assert names.count("split") == names.count("gather") == {1000: 1, 41: 3}[most]
-    report = compare(
-        chunked_prefill.WORKLOAD, kernel(), chunked_prefill.reference(problem, *inputs),
-        chunked_prefill.WORKLOAD.bounds("normal"),
-    )  # fmt: skip
-    assert report.ok, report.reason
-
-
 def test_the_pipeline_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every case, with lengths that change under it among them."""
     monkeypatch.setattr(chunks, "PIECE_BYTES", 30 * TOKEN)

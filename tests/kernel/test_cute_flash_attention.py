@@ -109,10 +109,11 @@ def on_cpu(module: Any, **others: Any) -> SimpleNamespace:
 
 
 def line_of(
-    module: Any, pairs: Any, geometry: Any, blocks: int = 1, room: int = 1000, counter: Any = None, **others: Any
-) -> list[Any]:
+    module: Any, pairs: Any, geometry: Any, blocks: int = 1, room: int = 1000, counter: Any = None, splits: int = 1,
+    **others: Any,
+) -> list[Any]:  # fmt: skip
     """The query tiles that CTAs name to their consumers, a list a CTA. room: keys of a kv head that fit in L2. Where
-    there is no counter, CTA i of n gets every n-th."""
+    there is no counter, CTA i of n gets every n-th. splits: of the keys of each, where the geometry has them."""
     told: list[list[Any]] = []
 
     def tell(_: Any, number: int, tile: Any, lane: int) -> None:
@@ -147,7 +148,8 @@ def line_of(
 
             thread = getcurrent().thread
             if dealer(module) == "schedule":
-                made.names["schedule"](inputs, storage, words, block, blocks, room, thread, geometry)
+                more = (splits, sum(s for s, _ in pairs)) if splits > 1 else ()
+                made.names["schedule"](inputs, storage, words, block, blocks, room, thread, geometry, *more)
             elif counts(module):
                 made.names["load"](inputs, storage, words, block, blocks, room, thread, None, geometry)
             else:
@@ -365,6 +367,71 @@ def test_kv_tiles_are_those_that_rows_see(kernel: registry.KernelId, tokens: int
                     most = max(sees[first : first + module.HALF]) - (count - 1) * tokens
                     assert max(last, 0) >= max(most, 0)
                     assert max(last, 0) == max(most, 0) or first + module.HALF > len(rows)
+
+
+# ---------------------------------------------------------------- splits of keys
+def splitting_versions() -> list[Any]:
+    found = [module for kernel in KERNELS if hasattr(module := module_of(kernel), "split_of")]
+    assert found
+    return found
+
+
+def seen_by_rows(made: Any, tile: Any, causal: bool) -> list[set[int]]:
+    """The keys of k and v that each row of a query tile sees."""
+    ends = [min(tile.keys, tile.seen + row) if causal else tile.keys for row in range(tile.rows)]
+    return [set(range(tile.key, tile.key + max(end, 0))) for end in ends]
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 8])
+def test_splits_of_a_query_tile_share_its_keys(splits: int) -> None:
+    """Each row sees each of its keys in one split, and splits differ by at most one KV tile."""
+    for module in splitting_versions():
+        made, rng, tokens = on_cpu(module), random.Random(splits), 128
+        for _ in range(200):
+            s, t = rng.randrange(1, 700), rng.choice([0, rng.randrange(1500)])
+            at, causal = rng.randrange(-(-s // module.ROWS)), rng.random() < 0.7
+            whole = made.tile_of((at, 3), 50, s, 100, t, causal)
+            found = [made.split_of(whole, i, splits, 9000, tokens, causal) for i in range(splits)]
+            counts_of = [made.kv_tiles(tile, tokens, causal) for tile in found]
+            assert sum(counts_of) == made.kv_tiles(whole, tokens, causal) and max(counts_of) - min(counts_of) <= 1
+            wanted = seen_by_rows(made, whole, causal)
+            parts = [seen_by_rows(made, tile, causal) for tile in found]
+            for row, keys in enumerate(wanted):
+                assert sum(len(part[row]) for part in parts) == len(keys)
+                assert set().union(*(part[row] for part in parts)) == keys
+            for i, tile in enumerate(found):
+                assert (tile.row, tile.rows, tile.head) == (whole.row, whole.rows, whole.head)
+                assert tile.place == whole.row + 9000 * i
+                # Rows of V that are no key of the request are zeroed in the last split only.
+                assert counts_of[i] * tokens <= tile.keys or not counts_of[i] or tile.key + tile.keys == 100 + t
+
+
+@pytest.mark.parametrize(("requests", "splits"), [(1, 2), (1, 8), (5, 3), (40, 2)])
+def test_every_split_of_every_query_tile_is_dealt_once(requests: int, splits: int) -> None:
+    for module in splitting_versions():
+        pairs, geometry = drawn(random.Random(requests), requests), geometry_of(module, 4, 2).splitting
+        rows = sum(s for s, _ in pairs)
+        dealt = line_of(module, pairs, geometry, blocks=7, splits=splits)
+        named = [(x.row, x.head, x.rows, x.place) for of_cta in dealt for x in of_cta]
+        want = {(*x, x[0] + rows * i) for x in wanted(pairs, 4, module) for i in range(splits)}
+        assert len(named) == len(set(named)) and set(named) == want
+
+
+def test_keys_are_split_where_query_tiles_are_few() -> None:
+    """On an H200, by one request's query tokens, keys and heads."""
+    chosen = {
+        (512, 4608, 16): 2, (512, 16896, 16): 2, (512, 131584, 16): 2, (384, 16768, 16): 2, (256, 16640, 16): 4,
+        (128, 16512, 16): 4, (2048, 6144, 16): 1, (2048, 18432, 16): 1, (8192, 73728, 16): 1, (512, 16896, 128): 1,
+        (64, 16448, 128): 1, (512, 512, 16): 1, (4096, 4096, 16): 1, (1, 100000, 2): 8,
+    }  # fmt: skip
+    for module in splitting_versions():
+        made = on_cpu(module)
+        found = {cell: made.splits_for(cell[0], cell[1], 1, cell[2], 66, 128) for cell in chosen}
+        assert found == chosen
+        for requests in (1, 8, 1000):
+            for n in (1, 4096, 1 << 20):
+                splits = made.splits_for(n, n, requests, 16, 66, 128)
+                assert splits == 1 or splits * n * 16 <= module.MOST_ROWS
 
 
 # ---------------------------------------------------------------- what is taken, and how

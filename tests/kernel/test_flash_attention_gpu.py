@@ -49,3 +49,19 @@ def test_the_same_bits_in_every_call(kernel: registry.KernelId) -> None:
     pairs = [((7 * i) % 150, (11 * i) % 260) for i in range(300)]
     plan = planned(kernel, PrefillProblem(b=len(pairs), h=8, causal=True, lengths=pairs))
     writes_the_same_bits(plan.plan(*plan.prepare_inputs("cuda", seed=1, dist="normal")))
+
+
+#: Requests with rests of query tokens on both sides of half a query tile, without keys, and with fewer keys than
+#: queries; the last one has more splits than KV tiles.
+SPLIT = [(1, 1), (128, 4000), (129, 129), (300, 9000), (0, 40), (257, 2000), (640, 300), (5, 5000), (200, 0), (70, 90)]
+
+
+@pytest.mark.parametrize("splits", [0, 2, 3, 8])
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_in_splits(splits: int, causal: bool) -> None:
+    """By version 21's choice, and more of them."""
+    kernel = registry.KernelId.parse("cute-dsl/flash_attention_v21")
+    plan = planned(kernel, PrefillProblem(b=len(SPLIT), h=2, causal=causal, lengths=SPLIT), splits=splits)
+    right(plan)
+    writes_the_same_bits(plan.plan(*plan.prepare_inputs("cuda", seed=1, dist="normal")))
+    right(planned(kernel, PrefillProblem(b=1, s=384, t=5000, h=16, causal=causal), splits=splits))

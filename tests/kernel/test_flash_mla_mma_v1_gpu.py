@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 KERNEL = "cute-dsl/flash_mla_mma_v1"
 LENGTHS = [9000, 1, 700, 4133]
-PACKED = {"b": 6, "causal": True, "lengths": [9000, 1, 0, 700, 4133, 900], "queries": [1, 1, 3, 0, 40, 2]}
+PACKED = {"b": 6, "causal": True, "t": [9000, 1, 0, 700, 4133, 900], "queries": [1, 1, 3, 0, 40, 2]}
 #: Fields of a problem, and knobs. Rows of the query tile, tokens of a KV tile and stages are those that the devices of
 #: `devices.json` choose, and others.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [

@@ -32,7 +32,6 @@ from mla_var3.ops import fixed
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.gemm import GemmProblem
 from mla_var3.workload.layer import LayerProblem
-from mla_var3.workload.merge import MergeProblem
 from mla_var3.workload.prefill import PrefillProblem
 
 DEVICE = Device.get("h200")
@@ -327,7 +326,6 @@ def chunks_part() -> Iterator[Wanted]:
         for causal in (True, False):
             yield from chosen([MlaProblem(b=2, h=h, t=1024, causal=causal, queries={"total": 64})])
         yield from chosen(GemmProblem(side=side, tokens=64, h=h) for side in ("q", "out"))
-    yield from chosen(MergeProblem(parts=parts, tokens=64, h=1, k=tests.REAL.d) for parts in (2, 4))
 
 
 def jax_part() -> Iterator[Wanted]:

@@ -93,7 +93,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
     wrong = count = 0
     for name, problem, run in cases(args.kernels, args.fixed, args.ops, args.experiment):
-        of = workload.get(problem.to_record()["workload"])
+        of = workload.get(problem.workload)
         bounds = decode.DOMINATED if of is decode.WORKLOAD else of.bounds("flashmla")
         given = of.make_inputs(problem, "cpu", seed=5)
         reference = of.reference(problem, *given)

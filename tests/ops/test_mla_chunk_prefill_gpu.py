@@ -13,6 +13,7 @@ from chunk_cases import Given, Sizes, close  # noqa: E402
 from mla_var3.device import Device  # noqa: E402
 from mla_var3.dispatch import choose  # noqa: E402
 from mla_var3.errors import Unsupported  # noqa: E402
+from mla_var3.kernel import chunks  # noqa: E402
 from mla_var3.ops import chunk_prefill, mla_chunk_prefill  # noqa: E402
 from mla_var3.workload.prefill import PrefillProblem  # noqa: E402
 from running import captured  # noqa: E402
@@ -29,8 +30,8 @@ def test_both_ways_are_attention_over_decompressed_heads(
     way: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = Given(REQUESTS, sizes=REAL, dtype=torch.bfloat16, device="cuda")
-    token = 16 * (2 * 192 + 128) * 2
-    monkeypatch.setattr(chunk_prefill, "PIECE_BYTES", token * -(-given.prefix // pieces))
+    token = 16 * (192 + 128) * 2
+    monkeypatch.setattr(chunks, "PIECE_BYTES", token * -(-(given.prefix + len(given.q)) // pieces))
     options: dict[str, Any] = {"prefix_tokens": given.prefix, "way": way, "return_lse": True}
     found = mla_chunk_prefill(*given.arguments, **options)
     close(found, given.wanted(), 2e-2)

@@ -106,17 +106,18 @@ def test_a_workspace_that_sizes_may_decide_of_serves_no_other_sizes(
     on_cpu: CpuEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mla_var3.catalogue import registry
+    from mla_var3.ops.engine import MOST_OF_ANY_SIZE
 
     plan_type = registry.get_plan(registry.KernelId.parse(TORCH))
     plan = plan_type.plan
 
     def planned(self: Any, *inputs: Any) -> Any:
         kernel = plan(self, *inputs)
-        kernel.workspace_tensors = (torch.empty(5000, dtype=torch.uint8),)
+        kernel.workspace_tensors = (torch.empty(MOST_OF_ANY_SIZE + 1, dtype=torch.uint8, device="meta"),)
         return kernel
 
     monkeypatch.setattr(plan_type, "plan", planned)
-    with pytest.raises(AssertionError, match="has 5000 bytes of workspaces"):
+    with pytest.raises(AssertionError, match=f"has {MOST_OF_ANY_SIZE + 1} bytes of workspaces"):
         mla_prefill(*make_inputs(PROBLEM), kernel=TORCH)
 
 

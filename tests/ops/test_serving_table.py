@@ -181,9 +181,11 @@ def prompts(
     return [{"d": dv, "p": dk - dv, "s": n, "causal": mask} for dk, dv in sizes for n in s for mask in causal]
 
 
+#: 32 query tiles over many keys.
+FEW_TILES = {"b": 1, "s": 512, "t": 4608}
 PROMPTS: dict[str, list[dict[str, Any]]] = {
-    "192 / 128": prompts((192, 128), s=(1, 128, 129, 8192)),
-    "128 / 128": prompts((128, 128), s=(128, 129, 509, 510, 8192)),
+    "192 / 128": [*prompts((192, 128), s=(1, 128, 129, 8192)), {"d": 128, "p": 64, **FEW_TILES}],
+    "128 / 128": [*prompts((128, 128), s=(128, 129, 509, 510, 8192)), {"d": 128, "p": 0, **FEW_TILES}],
     "256 / 256": prompts((256, 256), s=(77, 4095, 4096)),
     "256 / 128": prompts((256, 128), s=(77, 4095, 4096)),
     "96 / 64": prompts((96, 64), s=(77, 255, 256, 4095, 4096)),
@@ -233,6 +235,11 @@ def test_the_table_of_prompts_says_what_is_picked() -> None:
 
 def test_the_boundaries_of_the_table_of_prompts() -> None:
     need_all_languages()
+    for fields, version in (
+        (FEW_TILES, "v21"), ({**FEW_TILES, "h": 17}, "v18"), ({**FEW_TILES, "t": 2048}, "v21"),
+        ({**FEW_TILES, "t": 2047}, "v18"),
+    ):  # fmt: skip
+        assert picked([(prompt(**fields), "h200")]) == {f"cute-dsl/flash_attention_{version}"}, fields
     for (dk, dv), s, version in SIDES:
         assert picked([(prompt(d=dv, p=dk - dv, s=s), "h200")]) == {f"cute-dsl/flash_attention_{version}"}, (dk, dv, s)
     for (dk, dv), s, version in UNMASKED:
@@ -264,13 +271,10 @@ PACKED = [
 ]
 NAMED: dict[str, list[Problem]] = {
     "decode, up to 32 query rows": [decode(h=16, page=page) for page in (1, 8, 16, 64)],
-    "decode, more query rows, bf16": [decode(), decode(h=16, s=4)],
-    "decode, more query rows, fp16": [decode(dtype="fp16")],
-    "decode, more query rows, requests that differ in query tokens, or a mask: bf16": [
-        decode(**MANY), decode(h=16, s=8, tree=True)
+    "decode, more query rows": [decode(), decode(h=16, s=4), decode(dtype="fp16")],
+    "decode, more query rows, requests that differ in query tokens, a mask, or no rope columns": [
+        decode(**MANY), decode(**MANY, dtype="fp16"), decode(h=16, s=8, tree=True), decode(p=0)
     ],
-    "the same in fp16": [decode(dtype="fp16", **MANY), decode(h=16, s=8, tree=True, dtype="fp16")],
-    "decode, more query rows, no rope columns": [decode(p=0)],
     "sparse decode, and decode over packed caches: layouts `v32`, `flat`, `v32_no_rope`, `flat_no_rope`": PACKED,
     "sparse decode over bf16 caches": [sparse(layout="bf16", topk=512)],
     "layout `v4`, and extra caches (DeepSeek V4)": [

@@ -10,8 +10,8 @@ the prefixes and, behind each one, the request's new tokens, so that causal atte
 everything fits into one piece, nothing is merged. Else each piece's result is merged with that of the pieces before by
 the log-sum-exps of both, from two tensors into a third.
 
-`decompress` and `absorbed` make pipelines of these functions and of kernels that are versions of their own, which the
-laboratory plans, checks and times. `mla_var3.ops.chunk_prefill` has its own code: no public function calls these yet.
+`mla_var3.ops.chunk_prefill` calls these functions on a caller's tensors; `decompress` and `absorbed` make pipelines of
+them and of kernels that are versions of their own, which the laboratory plans, checks and times.
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from mla_var3.runtime.base import BaseKernel
     from mla_var3.workload.chunked_prefill import ChunkedProblem
 
-#: Query tokens of a tile of flash_attention, and the multiprocessors of an H200.
-QUERY_TILE, MULTIPROCESSORS = 128, 132
-#: Tokens of a prefix below which splitting it gains nothing.
-LEAST_SPLIT = 2048
 #: Bytes of the keys and values of a piece. With 128 heads of 192 and 128 columns in 16 bits it has 13,107 tokens.
 PIECE_BYTES = 1 << 30
 
@@ -66,32 +62,11 @@ def pieces(prefix_tokens: int, new_tokens: int, token_bytes: int) -> Iterator[Pi
     yield Piece(ahead, None, prefix_tokens - ahead + new_tokens)
 
 
-def splits_of(b: int, new_tokens: int, h: int, prefix_tokens: int) -> int:
-    """Into how many splits the keys of one request's prefix are cut, so that its query tiles fill the multiprocessors:
-    attention over decompressed heads splits no keys itself. 1 for several requests."""
-    tiles = h * -(-new_tokens // QUERY_TILE)
-    if b != 1 or prefix_tokens < LEAST_SPLIT:
-        return 1
-    return max(1, min(MULTIPROCESSORS // max(tiles, 1), prefix_tokens // (LEAST_SPLIT // 2), 8))
-
-
-def split(of_k: Any, new_tokens: int, of_splits: Any, of_new: Any) -> None:
-    """Of one request, whose keys end at of_k[1] and have so many new tokens last: writes where the splits of those
-    before them begin, and the end (splits + 1,), and begin and end of the new ones, of_new (2,); int32."""
-    import torch
-
-    splits = len(of_splits) - 1
-    before = of_k[1:] - new_tokens
-    steps = torch.arange(splits + 1, dtype=torch.int32, device=of_k.device)
-    torch.floor_divide(steps * before, splits, out=of_splits)
-    torch.cat([before, of_k[1:]], out=of_new)
-
-
 def gather(cache: Any, table: Any, lens: Any, of_q: Any, piece: Piece, latents: Any, keys: Any, of_k: Any) -> None:
     """Writes the piece's latents (rows, k), the rope columns of its keys (rows, h, d + p), and where each request's
     keys begin among them, of_k (b + 1,) int32. cache (pages, page, k + p), whose pages may lie apart; table (b, width),
     lens (b,), of_q (b + 1,) int32. Rows that no request has are left alone. Waits for nothing."""
-    if cache.is_cuda and len(table) <= _most_requests():
+    if cache.is_cuda and len(table) <= _most_requests() and cache.stride()[1:] == (cache.shape[2], 1):
         _gather_by_kernel(cache, table, lens, of_q, piece, latents, keys, of_k)
         return
     import torch
@@ -137,7 +112,8 @@ def _gather_by_kernel(
     gather_rows[(-(-count // rows),)](
         cache, table, lens, of_q, latents, keys, of_k, len(table), piece.first, piece.end or 0, count, table.shape[1],
         len(cache), cache.stride(0), OWN=piece.own, PAGE=cache.shape[1], K=k, P=p, H=h, D=columns - p,
-        LATENT_COLUMNS=_power(k), ROPE_COLUMNS=_power(p), REQUESTS=_power(len(table)), ROWS=rows,
+        LATENT_COLUMNS=_power(k), ROPE_COLUMNS=_power(p), ROWS=rows,
+        REQUESTS=next(most for most in (8, 64, 1024) if len(table) <= most),  # so that few kernels are compiled
     )  # fmt: skip
 
 
@@ -208,14 +184,8 @@ def cut(pd: ChunkedProblem) -> list[Piece]:
     return list(pieces(pd.prefix_tokens, pd.query_tokens, (2 * pd.d + pd.p) * pd.h * pd.element_bytes))
 
 
-def splits_of_problem(pd: ChunkedProblem) -> int:
-    return splits_of(pd.b, pd.query_tokens, pd.h, pd.prefix_tokens)
-
-
-def decompress(
-    pd: ChunkedProblem, inputs: Sequence[Any], attend: Attend, splits: int = 1
-) -> tuple[list[BaseKernel], Any, Any]:
-    """(stages, out (n, h, d), lse (h, n)) of a prefix as keys and values of every head. splits: as of `splits_of`."""
+def decompress(pd: ChunkedProblem, inputs: Sequence[Any], attend: Attend) -> tuple[list[BaseKernel], Any, Any]:
+    """(stages, out (n, h, d), lse (h, n)) of a prefix as keys and values of every head."""
     import torch
 
     x = chunked_prefill.named(inputs)
@@ -229,10 +199,6 @@ def decompress(
     def call(name: str, function: Callable[..., Any], *given: Any) -> None:
         stages.append(LibraryCall(functools.partial(function, *given), name=name))
 
-    if splits > 1:
-        repeated = q.new_empty((splits * n, *q.shape[1:]))
-        of_repeated = torch.arange(splits + 1, dtype=torch.int32, device=q.device) * n
-        call("repeat", repeated.view(splits, *q.shape).copy_, q)
     total: Attended | None = None
     free: Attended | None = None  # where the next merge writes
     for piece in found:
@@ -240,25 +206,14 @@ def decompress(
         lists = (x["kv_cache"], table, x["seq_lens"], of_q, piece, latents[rows], keys[rows], of_k)
         call("gather", gather, *lists)
         call("up-projection", up_project, x["kv_b"], latents[rows], keys[rows], values[rows])
-        made = []
-        if splits > 1:
-            of_splits, of_new = of_q.new_zeros(splits + 1), of_q.new_zeros(2)
-            call("split", split, of_k, n if piece.own else 0, of_splits, of_new)
-            of_k = of_new
-            stage, outs, sums = attend(repeated, keys[rows], values[rows], of_repeated, of_splits, False)
-            stages.append(stage)
-            made += [(outs[i * n : (i + 1) * n], sums[:, i * n : (i + 1) * n]) for i in range(splits)]
-        if splits == 1 or piece.own:
-            stage, out, lse = attend(q, keys[rows], values[rows], of_q, of_k, piece.own)
-            stages.append(stage)
-            made.insert(0, (out, lse))
-        for part in made:
-            if total is None:
-                total = part
-                continue
-            free = free or (torch.empty_like(total[0]), q.new_empty((q.shape[1], n), dtype=torch.float32))
-            call("merge", merge, total, part, free)
-            total, free = free, total
+        stage, out, lse = attend(q, keys[rows], values[rows], of_q, of_k, piece.own)
+        stages.append(stage)
+        if total is None:
+            total = out, lse
+            continue
+        free = free or (torch.empty_like(total[0]), q.new_empty((q.shape[1], n), dtype=torch.float32))
+        call("merge", merge, total, (out, lse), free)
+        total, free = free, total
     assert total is not None
     return stages, *total
 
@@ -267,14 +222,14 @@ def decompress(
 class DecompressTiling(PartsTiling):
     """causal: over the piece with the new tokens. full: over the others."""
 
-    causal: str = "cute-dsl/flash_attention_v1"
-    full: str = "cute-dsl/flash_attention"
+    causal: str = "cute-dsl/flash_attention_v21"
+    full: str = "cute-dsl/flash_attention_v21"
 
     def parts(self, pd: ChunkedProblem) -> dict[str, Part]:
         *ahead, last = cut(pd)
         found: dict[str, Part] = {"causal": (self.causal, pd.piece(last.rows, True), {})}
-        if ahead or splits_of_problem(pd) > 1:
-            found["full"] = (self.full, pd.piece(max(piece.rows for piece in (*ahead, last)), False), {})
+        if ahead:
+            found["full"] = (self.full, pd.piece(max(piece.rows for piece in ahead), False), {})
         return found
 
 
@@ -309,7 +264,7 @@ def decompressed(plan: KernelPlan, inputs: Sequence[Any]) -> ChunkKernel:
         kernel = parts["causal" if causal else "full"].plan(q, keys, values, of_q, of_k)
         return kernel, *kernel.output_tensors
 
-    stages, out, lse = decompress(plan.problem, inputs, attend, splits_of_problem(plan.problem))
+    stages, out, lse = decompress(plan.problem, inputs, attend)
     return ChunkKernel(
         stages, name="chunk_decompress", input_tensors=inputs, output_tensors=(out, lse.t()), tiling=plan.tiling,
         plan=plan,

@@ -336,10 +336,9 @@ def served(model: Mapping[str, Any], tp: int = 1, page: int | None = PAGE) -> li
                 topk, _ = CHOSEN[model["name"]]
                 kinds = itertools.product(("v32", "bf16"), (False, True))  # the plug-ins give lengths in large steps
                 found += [SparseProblem(**sizes, topk=topk, layout=x, lengths=given) for x, given in kinds]
-    for s, t in itertools.product((128, 1024, 8192), (0, 8192)):
-        heads = {"h": h, "p": p, "d": d}
-        found.append(PrefillProblem(**heads, s=s, t=t or s, causal=not t))
-        found.append(PrefillProblem(**heads, s=s, t=t or s, causal=not t, strided_kv=True))
+    for s, t, causal, strided in itertools.product((128, 512, 1024, 8192), (0, 8192), (True, False), (False, True)):
+        if causal or t:  # pieces of a prefix in front of the last one are seen without a mask
+            found.append(PrefillProblem(h=h, p=p, d=d, s=s, t=t or s, causal=causal, strided_kv=strided))
     for tokens in (1, 64, 8192):
         found.append(NormProblem(rows=tokens, width=k))
         if not p:

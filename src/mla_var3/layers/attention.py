@@ -17,6 +17,7 @@ for all heads, which decode wants; decompressed heads take about a third of its 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,12 +25,13 @@ from torch import nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from mla_var3.errors import UserError
+from mla_var3.kernel.chunks import up_project
 from mla_var3.layers.cache import PAGE
 from mla_var3.layers.checkpoint import judge_names, prepare
 from mla_var3.layers.config import read_config
 from mla_var3.layers.rope import Rope, softmax_scale
 from mla_var3.ops import absorb_gemm, mla_decode, rmsnorm, rope_append
-from mla_var3.ops.chunk_prefill import absorbed, decompressed, way_of
+from mla_var3.ops.chunk_prefill import Project, absorbed, by_product, decompressed, way_of
 from mla_var3.ops.prefill import require_no_gradient
 
 if TYPE_CHECKING:
@@ -310,7 +312,7 @@ class MlaAttention(nn.Module):
         behind a prefix, where `kv_b_proj` is its weight's product."""
         shape, kv_b = self.shape, self.kv_b_proj
         takes = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and shape.d == shape.v
-        if not takes or added(kv_b) or kv_b.bias is not None or type(kv_b._parameters.get("weight")) not in PLAIN:
+        if not takes or not self._is_its_product(kv_b):
             return (), tuple(range(len(step.counts)))
         groups: tuple[list[int], list[int]] = ([], [])
         for i, (count, length) in enumerate(zip(step.counts, step.lengths, strict=True)):
@@ -320,13 +322,24 @@ class MlaAttention(nn.Module):
 
     def _absorbed_chunks(self, q: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
         weight, lens = self.kv_b_proj.weight.detach(), step.seq_lens
-        return absorbed(q, pages, step.page_table, lens, step.offsets, weight, self.scale, causal=True)[0]
+        return absorbed(q, pages, step.page_table, lens, step.offsets, weight, self.scale)[0]
 
     def _decompressed(self, q: torch.Tensor, pages: torch.Tensor, step: Step) -> torch.Tensor:
+        kv_b, shape = self.kv_b_proj, self.shape
+        if self._is_its_product(kv_b):
+            project: Project = functools.partial(up_project, kv_b.weight.detach())
+        else:
+            project = by_product(lambda latents: self._call("kv_b_proj", latents))
         return decompressed(
-            q, pages, step.page_table, step.seq_lens, step.offsets, lambda latents: self._call("kv_b_proj", latents),
-            self.shape.k, step.prefix_tokens, self.scale,
+            q, pages, step.page_table, step.seq_lens, step.offsets, project, shape.k, shape.v, step.prefix_tokens,
+            self.scale,
         )[0]  # fmt: skip
+
+    @staticmethod
+    def _is_its_product(kv_b: nn.Module) -> bool:
+        """Whether calling `kv_b_proj` is the product with its weight, and no more."""
+        plain = type(kv_b._parameters.get("weight")) in PLAIN
+        return plain and added(kv_b) is None and kv_b.bias is None
 
 
 def added(module: nn.Module) -> str | None:

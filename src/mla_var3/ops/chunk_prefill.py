@@ -1,40 +1,41 @@
 """`mla_chunk_prefill`: new tokens of prompts attend to themselves and to what a paged latent cache holds before them.
 
-    own tokens     rows of the cache → kv_b → keys and values of every head → mla_prefill, causal      ┐
-    prefix         decompress: the same, piece by piece, without a mask: no query stands in a prefix    ├→ merge by LSE
-                   absorb:     q · W_UK → mla_decode over the cached rows → · W_UV                       ┘
+    decompress    rows of the cache → · kv_b → keys and values of every head → mla_prefill ┐
+                  the same of the next piece of the prefix                                 ├→ merge by LSE
+                  the last piece, with the new tokens: causal                              ┘
+    absorb        q · W_UK → mla_decode over the cached rows, causal → · W_UV
+
+`mla_var3.kernel.chunks` cuts the pieces, gathers rows, multiplies and merges. With few tokens or heads there is one
+piece, and nothing is merged.
 
 Of one head, a query and a key of a prefix cost 2(d + p + v) FLOPs over decompressed heads; absorbed they cost
 2(2k + p). However many queries there are, decompressing costs the key once more: 2k(d + v) FLOPs of the product with
-kv_b, and the bytes of what is written and read again on the way, 2(d + v) of the product, 2d and 2(d + p) of the keys,
-2(d + p + v) of attention. With the operations that a GPU does in the time of a byte, `way_of` asks from how many query
-tokens a request that is made up for: 345 in DeepSeek's models, 170 if no byte counted.
+kv_b, and 2(d + p + v) bytes of keys and values, written and read. With the operations that a byte counts as, `way_of`
+asks from how many query tokens a request that is made up for: 240 in DeepSeek's models, 170 if no byte counted.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError
-from mla_var3.ops.context_parallel import merge_partials
+from mla_var3.kernel import chunks
 from mla_var3.ops.decode import mla_decode
 from mla_var3.ops.layer import absorb_gemm
-from mla_var3.ops.prefill import DTYPES, mla_prefill, require_no_gradient
-from mla_var3.ops.request import dtype_name, integers, judge, number
+from mla_var3.ops.prefill import mla_prefill, require_no_gradient
+from mla_var3.ops.request import integers, judge, number
 from mla_var3.ops.tracing import traceable
-from mla_var3.workload import MOST_LISTED, merge
+from mla_var3.workload import MOST_LISTED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
 WAYS = ("decompress", "absorb")
-#: Dense operations in 16 bits that a Hopper GPU does in the time in which it reads or writes a byte.
-FLOPS_A_BYTE = 150
-#: Bytes of the keys and values of one piece of a prefix. A piece of 128 heads in bf16 then has 8,192 tokens, of
-#: 192 columns of keys, 128 of values, and 192 more while keys are built.
-PIECE_BYTES = 1 << 30
+#: Dense operations in 16 bits that a byte of keys and values counts as. An H200 does 150 in the time of a byte alone,
+#: but products write while they compute. With 83 both ways are equal where they were on an H200, of 128 and 16 heads.
+FLOPS_A_BYTE = 83
 
 
 @traceable
@@ -65,12 +66,10 @@ def mla_chunk_prefill(
     equal to d. return_lse: also returns the natural log-sum-exp (n, h) float32.
 
     Never waits for the device, and can be captured in a CUDA graph as the functions can that it is made of. Keys and
-    values of a prefix take `PIECE_BYTES` at a time. Each part is rounded to q's dtype before parts are merged. A query
-    token sees itself at least. On a CPU torch computes. Returns out (n, h, v), or (out, lse). Raises `UserError` in one
+    values take `chunks.PIECE_BYTES` at a time. Each piece is rounded to q's dtype before it is merged. A query token
+    sees itself at least. On a CPU torch computes. Returns out (n, h, v), or (out, lse). Raises `UserError` in one
     sentence for what does not fit. To `torch.compile` it is the operator `torch.ops.mla_var3.mla_chunk_prefill`.
     """
-    import torch
-
     judge("q", q, (None, None, None), None, q)
     judge("kv_b", kv_b, (None, None), q.dtype, q)
     require_no_gradient(q=q, kv_cache=kv_cache, kv_b=kv_b)
@@ -104,27 +103,25 @@ def mla_chunk_prefill(
         way = way_of(n / max(len(table), 1), k, d, p, v) if absorbs else "decompress"
     cache, weight = kv_cache.detach(), kv_b.detach()
 
-    def project(latents: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(latents, weight)
-
-    if way == "decompress" or not prefix_tokens:
-        out, sums = decompressed(q.detach(), cache, table, lens, of_q, project, k, prefix_tokens, factor)
+    if way == "absorb" and prefix_tokens:
+        out, sums = absorbed(q.detach(), cache, table, lens, of_q, weight, factor)
     else:
-        own = decompressed(q.detach(), cache, table, lens, of_q, project, k, 0, factor)
-        before = (lens - of_q.diff()).clamp(min=0)
-        out, sums = merged([own, absorbed(q.detach(), cache, table, before, of_q, weight, factor)])
+        project = functools.partial(chunks.up_project, weight)
+        out, sums = decompressed(q.detach(), cache, table, lens, of_q, project, k, v, prefix_tokens, factor)
     return (out, sums) if return_lse else out
 
 
 def way_of(queries: float, k: int, d: int, p: int, v: int) -> str:
     """How a prefix is attended to by so many query tokens of a request: the way that takes less work, as the module's
     docstring calculates it."""
-    once = 2 * k * (d + v) + FLOPS_A_BYTE * 2 * (4 * d + 2 * v + 2 * p)
+    once = 2 * k * (d + v) + FLOPS_A_BYTE * 4 * (d + p + v)
     saved = 2 * (2 * k + p) - 2 * (d + p + v)
     return "decompress" if saved <= 0 or queries * saved > once else "absorb"
 
 
 Part = tuple["torch.Tensor", "torch.Tensor"]  # out (n, h, v), lse (n, h)
+#: Writes the first columns of keys (m, h, d + p), and values (m, h, v), of latents (m, k).
+Project = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], None]
 
 
 def decompressed(
@@ -133,28 +130,51 @@ def decompressed(
     table: torch.Tensor,
     lens: torch.Tensor,
     of_q: torch.Tensor,
-    project: Callable[[torch.Tensor], torch.Tensor],
+    project: Project,
     k: int,
+    v: int,
     prefix_tokens: int,
     scale: float,
 ) -> Part:
-    """(out (n, h, v), lse (n, h)) over decompressed heads: own tokens, and the prefix piece by piece. project: kv_b,
-    of latents (m, k) the keys and values (m, h · (d + v)) of all heads. The others: as of `mla_chunk_prefill`."""
-    counts = of_q.diff()
-    before = (lens - counts).clamp(min=0)
-    kv = _keys_and_values(_rows(cache, table, before, of_q, 0, len(q)), project, k, q)
-    parts = [_attended(q, *kv, of_q, of_q, scale, causal=True)]
-    if prefix_tokens:
-        of_k = _offsets(before)
-        token = (q.shape[2] + kv[1].shape[2] + q.shape[2]) * q.shape[1] * q.element_size()
-        step = max(1, min(prefix_tokens, PIECE_BYTES // token))
-        for first in range(0, prefix_tokens, step):
-            rows = min(step, prefix_tokens - first)
-            latents = _rows(cache, table, before.new_zeros(len(before)), of_k, first, rows)
-            piece = (of_k - first).clamp(0, rows)
-            kv = _keys_and_values(latents, project, k, q)
-            parts.append(_attended(q, *kv, of_q, piece, scale, causal=False))
-    return merged(parts)
+    """(out (n, h, v), lse (n, h)) over decompressed heads, piece by piece. project: with kv_b. The others: as of
+    `mla_chunk_prefill`."""
+    import torch
+
+    n, h, columns = q.shape
+    cut = list(chunks.pieces(prefix_tokens, n, (columns + v) * h * q.element_size()))
+    room = max(piece.rows for piece in cut)
+    latents, keys, values = (q.new_empty((room, *rest)) for rest in ((k,), (h, columns), (h, v)))
+    of_k = of_q.new_empty(len(table) + 1)
+    total: Part | None = None
+    free: Part | None = None  # where the next merge writes
+    for piece in cut:
+        rows = slice(piece.rows)
+        chunks.gather(cache, table, lens, of_q, piece, latents[rows], keys[rows], of_k)
+        project(latents[rows], keys[rows], values[rows])
+        found = mla_prefill(
+            q, keys[rows], values[rows], of_q, of_k, scale=scale, causal=piece.own, return_lse=True
+        )  # fmt: skip
+        assert isinstance(found, tuple)
+        if total is None:
+            total = found
+            continue
+        free = free or (torch.empty_like(total[0]), torch.empty_like(total[1]))
+        chunks.merge(total, found, free)
+        total, free = free, total
+    assert total is not None
+    return total[0], total[1].t()
+
+
+def by_product(project: Callable[[torch.Tensor], torch.Tensor]) -> Project:
+    """`project` of `decompressed`, from what gives all columns of all heads, (m, h · (d + v)), of latents."""
+
+    def write(latents: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        h, v = values.shape[1:]
+        both = project(latents).view(len(latents), h, -1)
+        keys[..., : both.shape[2] - v] = both[..., : both.shape[2] - v]
+        values.copy_(both[..., both.shape[2] - v :])
+
+    return write
 
 
 def absorbed(
@@ -165,11 +185,8 @@ def absorbed(
     of_q: torch.Tensor,
     kv_b: torch.Tensor,
     scale: float,
-    *,
-    causal: bool = False,
 ) -> Part:
-    """(out (n, h, d), lse (n, h)) of q over the first `lens` cached tokens of each request, in latent space. causal:
-    the new tokens are among them. On a GPU."""
+    """(out (n, h, d), lse (n, h)) of q over the cached tokens of each request, in latent space. On a GPU."""
     import torch
 
     (n, h, columns), k = q.shape, kv_b.shape[1]
@@ -178,71 +195,9 @@ def absorbed(
     absorb_gemm(q[..., : columns - p], kv_b, "q", out=queries[..., :k])
     queries[..., k:] = q[..., columns - p :]
     found = mla_decode(
-        queries, cache, table, lens, scale=scale, causal=causal, cu_seqlens_q=of_q, head_dim_v=k, return_lse=True
+        queries, cache, table, lens, scale=scale, causal=True, cu_seqlens_q=of_q, head_dim_v=k, return_lse=True
     )
     assert isinstance(found, tuple)
     out, lse = found
     assert isinstance(out, torch.Tensor)
     return absorb_gemm(out, kv_b, "out"), lse
-
-
-def merged(parts: list[Part]) -> Part:
-    """Attention over all parts of the keys, from what each part gave. A row that no part has a key for is 0."""
-    import torch
-
-    if len(parts) == 1:
-        return parts[0]
-    outs, sums = (torch.stack(x) for x in zip(*parts, strict=True))
-    if not outs.is_cuda:
-        count, *rows, columns = outs.shape
-        dtype = dtype_name(outs.dtype, "q", DTYPES)
-        problem = merge.MergeProblem(parts=count, tokens=outs[0, ..., 0].numel(), h=1, k=columns, dtype=dtype)
-        out, lse = merge.reference(problem, outs.view(count, -1, columns), sums.view(count, -1))
-        return out.to(outs.dtype).view(*rows, columns), lse.float().view(rows)
-    return merge_partials(outs, sums)
-
-
-# ---------------------------------------------------------------- rows of a cache
-def _offsets(counts: torch.Tensor) -> torch.Tensor:
-    """(b + 1,) int32: where each request begins, and the end."""
-    import torch
-
-    return torch.nn.functional.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def _rows(
-    cache: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, offsets: torch.Tensor, first: int, count: int
-) -> torch.Tensor:
-    """(count, columns): cached tokens of the requests behind each other, from the first-th on. starts (b,): each
-    request's first token of them. offsets (b + 1,): where its tokens begin among all. Rows behind the last request are
-    those of some token."""
-    import torch
-
-    page = cache.shape[1]
-    at = torch.arange(first, first + count, dtype=torch.int32, device=cache.device)
-    request = torch.searchsorted(offsets[1:].contiguous(), at, right=True).clamp(max=len(table) - 1)
-    token = (starts[request] + at - offsets[request]).clamp(0, table.shape[1] * page - 1).long()
-    pages = table[request, token // page].clamp(0, len(cache) - 1)
-    return cache[pages, token % page]
-
-
-def _keys_and_values(
-    rows: torch.Tensor, project: Callable[[torch.Tensor], torch.Tensor], k: int, q: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(m, h, d + p) and (m, h, v), a view, of cached tokens (m, k + p)."""
-    h, p = q.shape[1], rows.shape[1] - k
-    both = project(rows[:, :k]).view(len(rows), h, -1)
-    nope, values = both.split([q.shape[2] - p, both.shape[2] - q.shape[2] + p], -1)
-    keys = q.new_empty((len(rows), h, q.shape[2]))
-    keys[..., : q.shape[2] - p] = nope
-    keys[..., q.shape[2] - p :] = rows[:, None, k:]
-    return keys, values
-
-
-def _attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: torch.Tensor, of_k: torch.Tensor, scale: float,
-    *, causal: bool,
-) -> Part:  # fmt: skip
-    found = mla_prefill(q, k, v, of_q, of_k, scale=scale, causal=causal, return_lse=True)
-    assert isinstance(found, tuple)
-    return found[0], found[1].t()

@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 MOST_KERNELS = 64
 MOST_SIGNATURES = 4096  # of remembered calls
 MOST_BYTES = 2 << 30  # of workspaces, over all kernels
-#: Bytes of workspaces of a kernel that serves any sizes: counters, and nothing that grows with a problem.
-MOST_OF_ANY_SIZE = 4096
+#: Bytes of workspaces of a kernel that serves any sizes: counters, and partials as far as there is room for them, but
+#: nothing that grows with a problem.
+MOST_OF_ANY_SIZE = 1 << 25
 
 
 @runtime_checkable

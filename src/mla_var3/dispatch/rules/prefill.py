@@ -46,6 +46,22 @@ def _near_seen(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem
     yield from (here.replace(d=d, p=p) for d, p in SERVED_COLUMNS)
 
 
+def _near_keys(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    tokens = max(1, int(value))
+    for heads in (8, 4, 2, 1):
+        yield problem.replace(b=1, s=tokens, t=tokens, h=heads, h_kv=heads, lengths="uniform")
+
+
+def _query_tiles(problem: PrefillProblem) -> int:
+    return problem.b * problem.h * -(-problem.s // 256)
+
+
+def _near_query_tiles(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
+    for tokens in (2048, 4096, 8192):
+        heads = max(1, int(value) * 256 // tokens)
+        yield problem.replace(b=1, s=tokens, t=tokens, h=heads, h_kv=heads, lengths="uniform")
+
+
 #: Columns of a head of keys and of values; query tokens of a request, and keys that one of them sees, in the mean.
 KEY_COLUMNS = Quantity("key columns", lambda pd: pd.d + pd.p, _near_columns, of_class=True)
 VALUE_COLUMNS = Quantity("value columns", lambda pd: pd.d, _near_values, of_class=True)
@@ -53,6 +69,9 @@ TOKENS = Quantity("query tokens", lambda pd: pd.s, _near_tokens)
 #: Where the tiles that other GPUs than Hopper have were right on an H200.
 CHECKED_COLUMNS = (Bound(KEY_COLUMNS, 127, above=True), Bound(KEY_COLUMNS, 192), Bound(VALUE_COLUMNS, 128))
 SEEN = Quantity("keys that a query sees", _seen, _near_seen)
+#: Keys of a request, in the mean, and query tiles of 256 rows of all requests and heads, if all are alike.
+KEYS = Quantity("keys", lambda pd: max(pd.t, 1), _near_keys)
+QUERY_TILES = Quantity("query tiles", _query_tiles, _near_query_tiles)
 #: Columns of keys and values in which version 22 was right on an H200, with a causal mask; at 256/256 without one too.
 COLUMNS_22 = ((96, 64), (128, 128), (192, 128), (256, 128), (256, 256))
 CHECKED = Quantity(
@@ -104,6 +123,12 @@ RULES = (
         "cute-dsl/flash_attention_v1",
         "it was faster with causal prompts of 256 tokens, whose query tiles have one or two KV tiles",
         where=(Bound(KEY_COLUMNS, 128), Bound(SEEN, 255)),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v21",
+        "it splits the keys of query tiles that are too few for all multiprocessors",
+        where=(Bound(QUERY_TILES, 33), Bound(KEYS, 2047, above=True)),
         archs=HOPPER,
     ),
     Rule(

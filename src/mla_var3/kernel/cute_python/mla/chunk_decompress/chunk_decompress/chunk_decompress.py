@@ -2,7 +2,7 @@
 
     gather            rows of the cache → latents, rope columns into every head's keys   Triton, a leaf primitive
     up-projection     latents · W_UK, · W_UV, into keys and values                       cuBLAS, two batched products
-    flash_attention   of all new tokens over the piece; the last piece is causal         CuTe
+    flash_attention   of all new tokens over the piece; the last piece is causal         CuTe; splits keys itself
     merge             of the piece's result with that before, by their LSE               Triton, a leaf primitive
 
 A piece of a prefix has 1 GiB of keys and values (13,107 tokens of 128 heads); the last one holds the new tokens too, so
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 
 def default_tiling(pd: ChunkedProblem) -> DecompressTiling:
-    # Version 1 was never run in fp16.
-    return DecompressTiling() if pd.dtype == "bf16" else DecompressTiling(causal="cute-dsl/flash_attention")
+    return DecompressTiling() if pd.dtype == "bf16" else DecompressTiling(*2 * ("cute-dsl/flash_attention",))
 
 
 def takes(pd: ChunkedProblem) -> Verdict:
@@ -42,15 +41,18 @@ class ChunkDecompressPlan(KernelPlan):
     workload = chunked_prefill.WORKLOAD
     tiling_type = DecompressTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
-    parts = ("cute-dsl/flash_attention", "cute-dsl/flash_attention_v1", "cute-dsl/flash_attention_v18")
+    parts = (
+        "cute-dsl/flash_attention", "cute-dsl/flash_attention_v1", "cute-dsl/flash_attention_v18",
+        "cute-dsl/flash_attention_v21",
+    )  # fmt: skip
 
     def default_tiling(self) -> DecompressTiling:
         return default_tiling(self.problem)
 
     def autotune_configs(self) -> list[Tiling]:
-        first = DecompressTiling(causal="cute-dsl/flash_attention")
-        prompts = DecompressTiling(*2 * ("cute-dsl/flash_attention_v18",))  # what `mla_prefill` picks for long prompts
-        return [x for x in (self.tiling, first, prompts) if x.validate(self.problem, self.device)]
+        v18 = "cute-dsl/flash_attention_v18"
+        tilings = [self.tiling, DecompressTiling(v18, v18)]
+        return [x for x in tilings if x.validate(self.problem, self.device)]
 
     def plan(self, *inputs: Any) -> ChunkKernel:
         self.require()

@@ -1,4 +1,4 @@
-"""flash_mla_mma_v2 on a GPU: right in every case of the check with the tilings of every device, whose shared memory the
+"""flash_mla_mma_v3 on a GPU: right in every case of the check with the tilings of every device, whose shared memory the
 one that is here has at least, and the same bits in every call."""
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from mla_var3.workload.decode import MlaProblem
 
 pytestmark = pytest.mark.gpu
 
-KERNEL = "cute-dsl/flash_mla_mma_v2"
+KERNEL = "cute-dsl/flash_mla_mma_v3"
 LENGTHS = [9000, 1, 700, 4133]
-PACKED = {"b": 6, "causal": True, "lengths": [9000, 1, 0, 700, 4133, 900], "queries": [1, 1, 3, 0, 40, 2]}
+PACKED = {"b": 6, "causal": True, "t": [9000, 1, 0, 700, 4133, 900], "queries": [1, 1, 3, 0, 40, 2]}
 #: Fields of a problem, and knobs. Tokens of a KV tile and stages are those that the devices of `devices.json` choose.
 CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *(({"h": h}, {}) for h in (33, 64, 128)),
@@ -26,6 +26,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"h": 128, "k": 256, "p": 32, "page": 48}, {}),
     ({"h": 64, "s": 4, "h_kv": 2, "causal": True, "p": 0}, {}),
     ({"h": 64, "p": 48}, {}),
+    ({"h": 64, "k": 256, "p": 0}, {}),
     ({"h": 16, "s": 8, "tree": True, "page": 1}, {}),
     ({"h": 64, "strided": True, "strided_out": True, "strided_pages": True}, {}),
     ({"h": 128, **PACKED}, {}),

@@ -7,23 +7,35 @@ K and V are one KV tile in shared memory, which is loaded once: `ldmatrix` reads
 `ldmatrix.trans` as that of the output. A CTA of twelve warps computes a query tile of 64 rows and KV tiles of 32
 tokens, or of 16 where three of 32 do not fit into shared memory.
 
-**Against version 1**, where each of eight warps does all: scores over a quarter of the columns, a share of the softmax
-and a share of the output. There the four parts of a score meet in shared memory, in fp32, and each tile has a barrier
-of all warps. Here the two products belong to different warps, three on each quarter of the SM:
+Eight warps compute outputs and four compute scores, three on each quarter of the SM. Two warps of the scores share 32
+rows, and each multiplies them over half of the columns. Then each gives the other its partial sums of 16 rows, through
+shared memory, and has the scores of its own 16 rows in registers, as it has their maxima and sums. A warp of the output
+has 64 columns of all rows.
 
-    warps 0..7    output    wait FULL i | O += P·V of KV tile i, copies of tile i + stages - 1 | arrive EMPTY i
-    warps 8..11   scores    wait EMPTY i - 2 | S = Q·Kᵀ of KV tile i | softmax | P -> shared memory | arrive FULL i
+**Against version 2**, where a warp of the scores multiplies nothing while it is in its softmax: here the softmax of a
+KV tile stands between the products of the next one, a step of it behind those of each slice of 16 columns.
 
-Two warps of the scores share 32 rows, and each multiplies them over half of the columns. Then each gives the other its
-partial sums of 16 rows, through shared memory, and has the scores of its own 16 rows in registers, as it has their
-maxima and sums. A warp of the output has 64 columns of all rows. While one kind waits for the other's results, for
-`ldmatrix` or for an exponential, the other one multiplies.
+    warps 0..7    output    wait FULL i | arrive EMPTY i | O += P·V of KV tile i, copies of tile i + stages - 1
+    warps 8..11   scores    wait EMPTY i - 1 | S = Q·Kᵀ of KV tile i + 1, softmax of tile i; half-way arrive FULL i
 
     copies    cp.async of a KV tile in panels of 64 columns, by the warps of the output, between their products, into
               the stage that the tile before has left
     FULL      P of a KV tile is there, with factors of rows whose maximum has moved and where the rows lie that are
               loaded next; all warps of the output are done with the KV tile before
-    EMPTY     P has been read, and the KV tile two further on has arrived
+    EMPTY     the KV tile two further on has arrived, and P of the tile before has been read
+
+So three KV tiles are in work at once, and a fourth one is loaded. FULL i is told when half of the products of KV tile
+i + 1 are left, so the scores find EMPTY i told when they are done with them.
+
+**Three stages**, which is what 163 KB hold of 32 tokens and 99 KB of 16, leave no fourth stage. Of 16 tokens a warp of
+the output has registers for all that it reads. So it reads that, a barrier of these warps says that no one reads the KV
+tile any more, and the copies of the one three further on go there, ahead of the products. With 32 tokens the stage that
+the tile before has left is loaded into, ahead of the products too. There is no room then for two buffers of partial
+sums and for one more panel of the query, so the softmax stands behind the products as in version 2, and EMPTY, which
+says that P of the tile itself has been read, is told behind the output.
+
+**Empty loads.** Ahead of a cp.async that a load from shared memory precedes ptxas puts three empty loads, which take
+the way of shared memory too. Copies side by side need them once, so those of a step of 16 tokens are.
 
 **Registers.** With twelve warps a thread has 168. A warp of the output holds 128 of outputs. A warp of the scores would
 hold 144 of Q, so it keeps the first panels there, 16 registers each, and reads the others from shared memory in each KV
@@ -43,6 +55,7 @@ the results are written. Rows are gathered, each by the page of its token, so pa
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -82,11 +95,13 @@ SPLIT_TOKENS = 64  # which fixed splits are multiples of
 WIDTHS = (256, 512)  # latent columns
 SLICE = warp_mma.K  # columns of a query or key that a product is over
 PANEL_SLICES = PANEL // SLICE
-RESIDENT = {32: 5, 16: 6}  # panels of the query that lie in registers, 16 a panel, by the tokens of a KV tile
+RESIDENT = {32: 4, 16: 6}  # panels of the query that lie in registers, 16 a panel, by the tokens of a KV tile
+RESIDENT_APART = 5  # the same with 32 tokens where the softmax does not overlap, so that no scores are kept meanwhile
 ROW_BYTES = 2 * PANEL  # of a token or a query row in a panel
 PAD = 8  # elements behind a row of P: ldmatrix reads eight rows from all banks
 BUFFERS = 2  # of P
 ROOM = 4096  # bytes of shared memory for what a thread keeps of rows, and for alignment
+SOFTMAX_STEPS = 4  # besides those for 8-token blocks
 FEWEST_STAGES, MOST_STAGES = 3, 8  # of two the output and the scores are computed, and at least one is loaded
 
 
@@ -120,9 +135,26 @@ class Geometry:
     tree: bool = False
 
     @property
+    def overlap(self) -> bool:
+        """Whether the softmax of a KV tile stands between the products of the next one's scores. With three stages of
+        32 tokens there is no room for what that takes."""
+        return self.tokens != TOKEN_TILES[0] or self.stages > FEWEST_STAGES
+
+    @property
     def spread(self) -> bool:
         """Whether the copies of a KV tile stand between the products of the output, else ahead of them."""
-        return self.tokens == TOKEN_TILES[0]
+        return self.tokens == TOKEN_TILES[0] and self.stages > FEWEST_STAGES
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a warp of the output has registers for all that it reads of a KV tile. Then copies go to the stage of
+        the output's own KV tile, as soon as nobody reads it any more, else to the one that the tile before has left."""
+        return self.tokens == warp_mma.K
+
+    @property
+    def ahead(self) -> int:
+        """How many KV tiles further on the one is that is loaded at an output."""
+        return self.stages if self.at_once else self.stages - 1
 
     @property
     def group(self) -> int:
@@ -178,7 +210,7 @@ class Geometry:
     @property
     def resident(self) -> int:
         """Panels of the query that lie in registers: the first ones. The others lie in shared memory."""
-        return min(RESIDENT[self.tokens], self.panels)
+        return min(RESIDENT[self.tokens] if self.overlap else RESIDENT_APART, self.panels)
 
     @property
     def query_elements(self) -> int:
@@ -192,9 +224,14 @@ class Geometry:
         return [(panel, i) for i in range(PANEL_SLICES // 2) for panel in range(self.panels)]
 
     @property
+    def softmax_steps(self) -> int:
+        """Of a KV tile (`Scores.softmax_step`): with two 8-token blocks of the partner's sums, and with one of P."""
+        return SOFTMAX_STEPS + self.token_blocks // 2 + self.token_blocks
+
+    @property
     def exchange_elements(self) -> int:
-        """Partial sums of scores that warps give each other."""
-        return ROWS * self.tokens
+        """Partial sums of scores that warps give each other, of one KV tile or two."""
+        return (BUFFERS if self.overlap else 1) * ROWS * self.tokens
 
     # -------------------------------------------------------------------------------------------- shares of warps
     @property
@@ -266,9 +303,10 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
     return cute.struct(type("Storage", (), {"__annotations__": fields}))
 
 
-def fixed_bytes(geometry: Geometry) -> int:
-    """Shared memory besides KV tiles: the buffers of P, parts of scores, the query's last panels, and `ROOM`."""
-    return ROOM + 4 * geometry.exchange_elements + 2 * (BUFFERS * geometry.p_elements + geometry.query_elements)
+def shared_bytes(geometry: Geometry) -> int:
+    """Shared memory: KV tiles, the buffers of P, parts of scores, the query's last panels, and `ROOM`."""
+    halves = BUFFERS * geometry.p_elements + geometry.query_elements + geometry.stages * geometry.stage_elements
+    return ROOM + 4 * geometry.exchange_elements + 2 * halves
 
 
 # ------------------------------------------------------------------------------------------------ device: load
@@ -420,12 +458,29 @@ class Cell:
 
 # ------------------------------------------------------------------------------------------------ device: scores
 @dataclass(frozen=True, eq=False)
+class Older:
+    """The KV tile whose softmax stands between the products of the next one. source: where the rows lie that are loaded
+    next; arrives: whether its FULL is told between the products, else by the caller."""
+
+    first_token: Any
+    length: Any
+    unmasked: Any
+    block: Any
+    buffer: Any
+    source: Any
+    arrives: bool
+
+
+@dataclass(frozen=True, eq=False)
 class Scores(Cell):
     """A thread of a warp of the scores, which has 16 rows: those of lane / 4, and 8 further on."""
 
     me: Any  # the warp's number among those of the scores
     query: Any  # registers: A operands of the resident panels, (8, rows, slices, panels)
-    acc: Any  # registers: (4, 8-token blocks) fp32, in 16 x 8 products
+    acc: Any  # registers: (4, 8-token blocks) fp32, in 16 x 8 products, of the KV tile that is in the softmax
+    part: Any  # registers: (4, 2) of what the partner gives
+    newer: Any  # registers: the two rows' maxima behind the KV tile
+    factor: Any  # registers: of the two rows; 1 where the maximum has not moved
     row_max: Any  # registers: running maxima of the two rows
     row_sum: Any  # registers: this thread's share of their sums
 
@@ -438,6 +493,9 @@ class Scores(Cell):
             me=of_cell["warp"],
             query=cute.make_rmem_tensor(cute.make_layout(of_query), dtype),
             acc=cute.make_rmem_tensor(cute.make_layout((4, geometry.token_blocks)), Float32),
+            part=cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32),
+            newer=cute.make_rmem_tensor(2, Float32),
+            factor=cute.make_rmem_tensor(2, Float32),
             row_max=cute.make_rmem_tensor(2, Float32),
             row_sum=cute.make_rmem_tensor(2, Float32),
         )
@@ -476,9 +534,10 @@ class Scores(Cell):
         cute.arch.sync_warp()
 
     @cute.jit
-    def scores(self, stage: Int32):
-        """S = Q·Kᵀ of a KV tile, of the warp's own 16 rows: it multiplies 32 rows over half of the columns, and so does
-        its partner over the other half. Each gives the other its part of the other's rows.
+    def scores(self, stage: Int32, buffer: Int32, older: Older | None):
+        """S = Q·Kᵀ of a KV tile: the warp multiplies 32 rows over half of the columns, and so does its partner over the
+        other half. It keeps its own 16 rows, and gives the other ones to its partner. Between the products stand the
+        steps of the softmax of the KV tile before, if there is one.
 
         A slice is 32 bytes of a token's row in a panel; a lane's row of a matrix is 16 of them. They lie at chunk ^
         (token % 8) of the row, eight chunks long. A query row in shared memory lies in the same way.
@@ -511,59 +570,94 @@ class Scores(Cell):
                         cute.mma_atom_call(self.mma, acc, self.query[None, i, j, panel], of_keys, acc)
                     else:
                         cute.mma_atom_call(self.mma, acc, a[None, i], of_keys, acc)
-        # No one writes here again before all warps of the scores have passed the next EMPTY.
-        size = cutlass.const_expr(16 * WARP * geometry.token_blocks)
-        given = self.storage.exchange.data_ptr().toint() + opaque(lane) * 16
+            if cutlass.const_expr(older is not None):
+                self.softmax_step(n, older)
+        if cutlass.const_expr(older is not None):
+            for n in cutlass.range_constexpr(len(geometry.slices), geometry.softmax_steps):
+                self.softmax_step(n, older)
+        # The partner reads it behind the next barrier, and no one writes here again before all warps of the scores have
+        # passed the EMPTY behind that.
         for t in cutlass.range_constexpr(geometry.token_blocks):
-            place = given + (self.me * size + t * (16 * WARP))
-            place = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(sums[None, t, 1], cute.make_tensor(place, cute.make_layout(4)))
-        cute.arch.barrier(barrier_id=int(Barrier.PAIR) + self.me // 2, number_of_threads=2 * WARP)
-        part = cute.make_rmem_tensor(4, Float32)
+            cute.autovec_copy(sums[None, t, 1], self.given(self.me, t, buffer))
         for t in cutlass.range_constexpr(geometry.token_blocks):
-            place = given + ((self.me ^ 1) * size + t * (16 * WARP))
-            place = cute.make_ptr(Float32, place, cute.AddressSpace.smem, assumed_align=16)
-            cute.autovec_copy(cute.make_tensor(place, cute.make_layout(4)), part)
             for c in cutlass.range_constexpr(4):
-                self.acc[c, t] = sums[c, t, 0] + part[c]
+                self.acc[c, t] = sums[c, t, 0]
+
+    def given(self, warp: Int32, t: int, buffer: Int32) -> cute.Tensor:
+        """Where a warp leaves this lane's partial sums of an 8-token block of its partner's rows: (4,)."""
+        size = 16 * WARP * self.geometry.token_blocks
+        place = self.storage.exchange.data_ptr().toint() + self.lane * 16
+        if self.geometry.overlap:
+            warp = warp + buffer * SCORE_WARPS
+        place = cute.make_ptr(
+            Float32, place + (warp * size + t * (16 * WARP)), cute.AddressSpace.smem, assumed_align=16
+        )  # fmt: skip
+        return cute.make_tensor(place, cute.make_layout(4))
 
     @cute.jit
-    def softmax(self, first_token: Int32, length: Int32, unmasked: Int32, block: rows.Block, buffer: Int32):
-        """P of a KV tile and the factors of its rows, to shared memory."""
+    def softmax_step(self, n: cutlass.Constexpr, older: Older):
+        """The n-th step of the softmax of a KV tile, from the partial sums in registers and the partner's: P and the
+        factors of its rows, to shared memory. A step takes about as many instructions as the products of a slice."""
+        geometry, lane, blocks = self.geometry, self.lane, cutlass.const_expr(self.geometry.token_blocks)
+        loads = cutlass.const_expr(blocks // 2)
+        if cutlass.const_expr(0 < n <= loads):
+            for i in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(4):
+                    self.acc[c, 2 * (n - 1) + i] = self.acc[c, 2 * (n - 1) + i] + self.part[c, i]
+        if cutlass.const_expr(n < loads):
+            for i in cutlass.range_constexpr(2):
+                cute.autovec_copy(self.given(self.me ^ 1, 2 * n + i, older.buffer), self.part[None, i])
+        if cutlass.const_expr(n == loads):
+            if older.first_token + geometry.tokens > older.unmasked:
+                self.mask(older.first_token, older.length, older.block)
+            for half in cutlass.range_constexpr(2):
+                best = self.acc[2 * half, 0]
+                for j in cutlass.range_constexpr(blocks):
+                    best = cute.arch.fmax(best, cute.arch.fmax(self.acc[2 * half, j], self.acc[2 * half + 1, j]))
+                self.newer[half] = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=1))
+        if cutlass.const_expr(n == loads + 1):
+            for half in cutlass.range_constexpr(2):
+                best = self.newer[half]
+                best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=2))
+                self.newer[half] = softmax.lazy_max(self.row_max[half], best * self.scale_log2)
+        if cutlass.const_expr(n == loads + 2):
+            for half in cutlass.range_constexpr(2):
+                self.factor[half] = softmax.exp2(self.row_max[half] - self.newer[half])
+                self.row_max[half] = self.newer[half]
+                self.row_sum[half] = self.row_sum[half] * self.factor[half]
+        first = cutlass.const_expr(loads + SOFTMAX_STEPS - 1)
+        if cutlass.const_expr(first <= n < first + blocks):
+            for half in cutlass.range_constexpr(2):
+                self.weights(half, n - first, older.buffer)
+        if cutlass.const_expr(n == first + blocks):
+            factors, moved = self.factors_in(older.buffer), self.moved_in(older.buffer)
+            any_moves = Int32(cute.arch.vote_any_sync((self.factor[0] != 1.0) | (self.factor[1] != 1.0)))
+            if lane == 0:
+                moved[self.me] = any_moves
+            if (any_moves != 0) & (lane % 4 == 0):
+                for half in cutlass.range_constexpr(2):
+                    factors[self.row(half)] = self.factor[half]
+            sources = self.sources_in(older.buffer)
+            if self.me == 0:
+                sources[self.lane] = older.source
+            if cutlass.const_expr(older.arrives):
+                cute.arch.barrier_arrive(
+                    barrier_id=int(Barrier.FULL) + older.buffer, number_of_threads=THREADS
+                )  # fmt: skip
+
+    @cute.jit
+    def weights(self, half: cutlass.Constexpr, j: cutlass.Constexpr, buffer: Int32):
+        """P of an 8-token block of one of the two rows, to shared memory."""
         geometry, lane = self.geometry, self.lane
-        if first_token + geometry.tokens > unmasked:
-            self.mask(first_token, length, block)
-        factors, moved, moves = self.factors_in(buffer), self.moved_in(buffer), Boolean(False)
         target = self.p_in(buffer) + (self.me * warp_mma.M + lane // 4) * geometry.p_stride + lane % 4 * 4
         rounded = cute.make_rmem_tensor(2, self.dtype)
-        newer, factor = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        for half in cutlass.range_constexpr(2):
-            best = self.acc[2 * half, 0]
-            for j in cutlass.range_constexpr(geometry.token_blocks):
-                best = cute.arch.fmax(best, cute.arch.fmax(self.acc[2 * half, j], self.acc[2 * half + 1, j]))
-            for offset in cutlass.range_constexpr(1, 3):
-                best = cute.arch.fmax(best, cute.arch.shuffle_sync_bfly(best, offset=offset))
-            newer[half] = softmax.lazy_max(self.row_max[half], best * self.scale_log2)
-            factor[half] = softmax.exp2(self.row_max[half] - newer[half])
-            moves = moves | (newer[half] != self.row_max[half])
-            self.row_max[half] = newer[half]
-        for half in cutlass.range_constexpr(2):
-            total = self.row_sum[half] * factor[half]
-            for j in cutlass.range_constexpr(geometry.token_blocks):
-                for c in cutlass.range_constexpr(2):
-                    value = softmax.exp2(self.acc[2 * half + c, j] * self.scale_log2 - newer[half])
-                    total = total + value
-                    rounded[c] = value.to(self.dtype)
-                at = target + (8 * half * geometry.p_stride + 2 * warp_mma.N * j)
-                at = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=4)
-                cute.autovec_copy(rounded, cute.make_tensor(at, cute.make_layout(2)))
-            self.row_sum[half] = total
-        any_moves = Int32(cute.arch.vote_any_sync(moves))
-        if lane == 0:
-            moved[self.me] = any_moves
-        if (any_moves != 0) & (lane % 4 == 0):
-            for half in cutlass.range_constexpr(2):
-                factors[self.row(half)] = factor[half]
+        for c in cutlass.range_constexpr(2):
+            value = softmax.exp2(self.acc[2 * half + c, j] * self.scale_log2 - self.newer[half])
+            self.row_sum[half] = self.row_sum[half] + value
+            rounded[c] = value.to(self.dtype)
+        at = target + (8 * half * geometry.p_stride + 2 * warp_mma.N * j)
+        at = cute.make_ptr(self.dtype, at, cute.AddressSpace.smem, assumed_align=4)
+        cute.autovec_copy(rounded, cute.make_tensor(at, cute.make_layout(2)))
 
     def row(self, half: int) -> Int32:
         """The row of the query tile that this thread's accumulators (2 half .., ..) are of."""
@@ -599,21 +693,58 @@ class Scores(Cell):
         self.row_max.fill(softmax.NO_KEY)
         self.row_sum.fill(0.0)
         self.load_query(block)
-        stage, buffer = Int32(0), Int32(0)
+        if cutlass.const_expr(geometry.overlap):
+            self.run_overlapped(of, first, unmasked, block)
+        else:
+            self.run_apart(of, first, unmasked, block)
+
+    @cute.jit
+    def run_overlapped(self, of: Reader, first: Int32, unmasked: Int32, block: rows.Block):
+        """The softmax of a KV tile between the products of the next one."""
+        stage, buffer, stages = Int32(0), Int32(0), cutlass.const_expr(self.geometry.stages)
+        cute.arch.barrier(barrier_id=int(Barrier.EMPTY), number_of_threads=THREADS)
+        self.scores(stage, buffer, None)
+        for tile in cutlass.range(first, of.end - 1, unroll=1):
+            stage = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
+            cute.arch.barrier(barrier_id=int(Barrier.EMPTY) + (1 - buffer), number_of_threads=THREADS)
+            self.scores(stage, 1 - buffer, self.older(of, tile, unmasked, block, buffer, True))
+            buffer = 1 - buffer
+        cute.arch.barrier(barrier_id=int(Barrier.EMPTY) + (1 - buffer), number_of_threads=THREADS)
+        self.softmax(self.older(of, of.end - 1, unmasked, block, buffer, False))
+        self.end()
+        cute.arch.barrier_arrive(barrier_id=int(Barrier.FULL) + buffer, number_of_threads=THREADS)
+
+    @cute.jit
+    def run_apart(self, of: Reader, first: Int32, unmasked: Int32, block: rows.Block):
+        """The softmax of a KV tile behind its products."""
+        stage, buffer, stages = Int32(0), Int32(0), cutlass.const_expr(self.geometry.stages)
         for tile in cutlass.range(first, of.end, unroll=1):
             cute.arch.barrier(barrier_id=int(Barrier.EMPTY) + buffer, number_of_threads=THREADS)
-            # For the warps of the output, which have no register for it while they multiply.
-            source = row_source(self.inputs, of, tile + (geometry.stages - 1), self.lane % geometry.tokens, geometry)
-            self.scores(stage)
-            self.softmax(tile * geometry.tokens, of.length, unmasked, block, buffer)
-            sources = self.sources_in(buffer)
-            if self.me == 0:
-                sources[self.lane] = source
+            this = self.older(of, tile, unmasked, block, buffer, False)
+            self.scores(stage, buffer, None)
+            cute.arch.barrier(barrier_id=int(Barrier.PAIR) + self.me // 2, number_of_threads=2 * WARP)
+            self.softmax(this)
             if tile == of.end - 1:
                 self.end()
             cute.arch.barrier_arrive(barrier_id=int(Barrier.FULL) + buffer, number_of_threads=THREADS)
-            stage = cutlass.select_(stage == geometry.stages - 1, Int32(0), stage + 1)
+            stage = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
             buffer = 1 - buffer
+
+    @cute.jit
+    def softmax(self, older: Older):
+        """All steps of a KV tile's softmax."""
+        for n in cutlass.range_constexpr(self.geometry.softmax_steps):
+            self.softmax_step(n, older)
+
+    @cute.jit
+    def older(
+        self, of: Reader, tile: Int32, unmasked: Int32, block: rows.Block, buffer: Int32, arrives: cutlass.Constexpr
+    ):  # fmt: skip
+        """What the softmax of a KV tile is told. The warps of the output have no register for the source while they
+        multiply."""
+        geometry = self.geometry
+        source = row_source(self.inputs, of, tile + geometry.ahead, self.lane % geometry.tokens, geometry)
+        return Older(tile * geometry.tokens, of.length, unmasked, block, buffer, source, arrives)
 
     @cute.jit
     def end(self):
@@ -709,7 +840,7 @@ class Output(Cell):
 
     def addresses(self) -> tuple[Int32, Int32, Int32]:
         """In shared memory: of V in stage 0 and of P in buffer 0, what this lane's first `ldmatrix` reads; where this
-        thread copies to in the last stage. V is K's panels, read transposed: two matrices of tokens, two of columns."""
+        thread copies to first. V is K's panels, read transposed: two matrices of tokens, two of columns."""
         geometry, lane = self.geometry, self.lane
         matrix, swizzle = lane // 8, lane % 8
         column = self.warp * (geometry.columns * warp_mma.N)
@@ -718,7 +849,7 @@ class Output(Cell):
         values = self.stage(Int32(0)) + column // PANEL * geometry.panel_bytes
         values = values + token * ROW_BYTES + (chunk ^ swizzle) * 16
         weights = self.p_in(Int32(0)) + token * geometry.p_stride + matrix // 2 * 16
-        return values, weights, target_of(self.stage(Int32(geometry.stages - 1)), geometry)
+        return values, weights, target_of(self.stage(Int32(geometry.ahead % geometry.stages)), geometry)
 
     @cute.jit
     def output(self, values: Int32, weights: Int32, copy: Copy, loads: Boolean) -> tuple[Int32, Int32, Int32]:
@@ -747,17 +878,58 @@ class Output(Cell):
                     for c in cutlass.range_constexpr(2):
                         acc = self.acc_o[None, i, 2 * j + c]
                         cute.mma_atom_call(self.mma, acc, a[None, i], b[None, c], acc)
-                # Spread over the products: side by side, copies hold up what other warps read from shared memory.
-                if cutlass.const_expr(not geometry.spread):
-                    pass
-                elif cutlass.const_expr(steps * columns < geometry.copies):
-                    if loads:
-                        self.copy_panel(later, j)
-                elif loads & (n * columns + j < geometry.copies - 1):
-                    self.copy_panel(later, j)
+                # Between the products: all at once, copies hold up what other warps read from shared memory. Those of a
+                # step side by side: ahead of a copy that a load from shared memory precedes ptxas puts three empty
+                # loads, which take the way of shared memory as well.
+                if cutlass.const_expr(geometry.spread and j == columns // 2 - 1):
+                    for i in cutlass.range_constexpr(columns):
+                        if cutlass.const_expr(steps * columns < geometry.copies):
+                            if loads:
+                                self.copy_panel(later, i)
+                        elif loads & (n * columns + i < geometry.copies - 1):
+                            self.copy_panel(later, i)
             values, weights = values + warp_mma.K * ROW_BYTES, weights + 2 * warp_mma.K
             source, target = source + 2 * PANEL * of_step, target + geometry.panel_bytes * of_step
         return values, weights, target
+
+    @cute.jit
+    def output_at_once(self, values: Int32, weights: Int32, copy: Copy, loads: Boolean, buffer: Int32, tells: Boolean):
+        """`output` where all that a warp reads of the KV tile and of P has room in registers. Copies go to where the KV
+        tile was, and EMPTY is told."""
+        geometry = self.geometry
+        columns = cutlass.const_expr(geometry.columns // 2)
+        a = cute.make_rmem_tensor(cute.make_layout((warp_mma.OPERANDS, ROW_BLOCKS)), self.dtype)
+        b = cute.make_rmem_tensor(cute.make_layout((4, 2, columns)), self.dtype)
+        load_matrices(weights, a[None, 0])
+        for j in cutlass.range_constexpr(columns):
+            both = cute.make_tensor(b[None, None, j].iterator, cute.make_layout(warp_mma.OPERANDS))
+            load_matrices(values ^ j * 32, both, transposed=True)
+        named_sync(Barrier.OUTPUT, OUTPUT_THREADS)
+        self.copy_all(copy, loads)
+        self.tell_empty(geometry.stages - FEWEST_STAGES + 1, buffer, tells)
+        for i in cutlass.range_constexpr(1, ROW_BLOCKS):
+            load_matrices(weights + i * warp_mma.M * geometry.p_stride, a[None, i])
+        for i in cutlass.range_constexpr(ROW_BLOCKS):
+            for j in cutlass.range_constexpr(columns):
+                for c in cutlass.range_constexpr(2):
+                    acc = self.acc_o[None, i, 2 * j + c]
+                    cute.mma_atom_call(self.mma, acc, a[None, i], b[None, c, j], acc)
+
+    @cute.jit
+    def tell_empty(self, pending: cutlass.Constexpr, buffer: Int32, tells: Boolean):
+        """EMPTY, if the scores wait for it, when all but the last `pending` KV tiles have arrived."""
+        cute.arch.cp_async_wait_group(pending)
+        if tells:
+            cute.arch.barrier_arrive(barrier_id=int(Barrier.EMPTY) + buffer, number_of_threads=THREADS)
+
+    @cute.jit
+    def copy_all(self, copy: Copy, loads: Boolean):
+        """Starts copying all of a thread's panels, where a KV tile is left to load."""
+        if loads:
+            copy_last(copy, self.dtype, self.geometry)
+            for i in cutlass.range_constexpr(self.geometry.copies - 1):
+                self.copy_panel(copy, i)
+        cute.arch.cp_async_commit_group()
 
     def copy_panel(self, copy: Copy, i: int) -> None:
         """Starts copying the thread's i-th panel, which is not its last one."""
@@ -772,38 +944,50 @@ class Output(Cell):
         self.acc_o.fill(0.0)
         for i in cutlass.range_constexpr(BUFFERS):
             cute.arch.cp_async_wait_group(stages - 1 - i)
-            if i < count:
+            if cutlass.const_expr(geometry.overlap):
+                named_arrive(Barrier.EMPTY + i, THREADS)  # both even for one KV tile: the second is for its softmax
+            elif i < count:
                 named_arrive(Barrier.EMPTY + i, THREADS)
         stage, buffer = Int32(0), Int32(0)
         values, weights, target = self.addresses()
         values, weights, target = opaque(values), opaque(weights), opaque(target)
-        steps, tile_bytes = cutlass.const_expr((geometry.token_blocks // 2, 2 * geometry.stage_elements))
+        # Steps of `output`, each of which moves addresses on.
+        steps = cutlass.const_expr(0 if geometry.at_once else geometry.token_blocks // 2)
+        tile_bytes = cutlass.const_expr(2 * geometry.stage_elements)
         back = cutlass.const_expr(-(stages - 1) * tile_bytes)
         copied = cutlass.const_expr(steps * (geometry.columns // 2) * geometry.ways * geometry.spread)  # panels
         moved = cute.make_rmem_tensor(SCORE_WARPS, Int32)
+        last = cutlass.const_expr(stages - 1 if geometry.at_once else 0)  # at which stage copies go to the last one
         for tile in cutlass.range(count, unroll=1):
             cute.arch.barrier(barrier_id=int(Barrier.FULL) + buffer, number_of_threads=THREADS)
             cute.autovec_copy(self.moved_in(buffer), moved)
             source = source_of(self.sources_in(buffer)[loaded_row(geometry)], geometry)
             copy = Copy(source, target, way_of(geometry))
-            loads = (tile > 0) & (tile + (stages - 1) < count)
-            if loads:
-                copy_last(copy, self.dtype, geometry)
-                if cutlass.const_expr(not geometry.spread):
-                    for i in cutlass.range_constexpr(geometry.copies - 1):
-                        self.copy_panel(copy, i)
+            loads = tile + geometry.ahead < count
+            if cutlass.const_expr(not geometry.at_once):
+                loads = loads & (tile > 0)
+            if cutlass.const_expr(geometry.spread):
+                if loads:
+                    copy_last(copy, self.dtype, geometry)
+            elif cutlass.const_expr(not geometry.at_once):
+                self.copy_all(copy, loads)
             if (moved[0] | moved[1] | moved[2] | moved[3]) != 0:
                 self.rescale(buffer, moved)
-            values, weights, target = self.output(values, weights, copy, loads)
-            if tile > 0:
-                cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(stages - 3)
-            if tile + BUFFERS < count:
-                cute.arch.barrier_arrive(barrier_id=int(Barrier.EMPTY) + buffer, number_of_threads=THREADS)
-            # To the next stage and the other buffer; copies go to the stage before.
+            # Told behind the products, the scores would wait for EMPTY: FULL comes when half of theirs are left.
+            if cutlass.const_expr(geometry.at_once):
+                self.output_at_once(values, weights, copy, loads, buffer, tile + 1 < count)
+            elif cutlass.const_expr(geometry.overlap):
+                self.tell_empty(stages - FEWEST_STAGES - 1, buffer, tile + 1 < count)
+                values, weights, target = self.output(values, weights, copy, loads)
+                if tile > 0:
+                    cute.arch.cp_async_commit_group()
+            else:
+                values, weights, target = self.output(values, weights, copy, loads)
+                self.tell_empty(stages - FEWEST_STAGES, buffer, tile + BUFFERS < count)
+            # To the next stage and the other buffer.
             step = cutlass.select_(stage == stages - 1, Int32(back), Int32(tile_bytes))
             values = values + step - steps * warp_mma.K * ROW_BYTES
-            step = cutlass.select_(stage == 0, Int32(back), Int32(tile_bytes))
+            step = cutlass.select_(stage == last, Int32(back), Int32(tile_bytes))
             target = target + step - copied * geometry.panel_bytes
             step = cutlass.select_(buffer == 0, Int32(2 * geometry.p_elements), Int32(-2 * geometry.p_elements))
             weights = weights + step - steps * 2 * warp_mma.K
@@ -996,7 +1180,7 @@ def compute_output(
 
 
 @cute.kernel
-def flash_mla_mma_v2(
+def flash_mla_mma_v3(
     inputs: Inputs,
     results: Results,  # packed, lse is (first token, h, token behind it)
     flags: cute.Tensor,  # int32, global memory: 0 in front of a launch and behind it
@@ -1030,7 +1214,7 @@ def flash_mla_mma_v2(
         compute_scores(Scores.make(**of_cell(thread=thread, warp=warp - OUTPUT_WARPS)), walk, split)
 
 
-flash_mla_mma_v2.set_name_prefix("flash_mla_mma_v2", remove_cutlass_symbol=True, keep_mangled_name=False)
+flash_mla_mma_v3.set_name_prefix("flash_mla_mma_v3", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ plan
@@ -1044,7 +1228,7 @@ def takes(pd: MlaProblem) -> Verdict:
 
 
 @dataclass(frozen=True)
-class FlashMlaMmaV2Tiling(Tiling):
+class FlashMlaMmaV3Tiling(Tiling):
     """tile_n: tokens of a KV tile, 16 or 32. num_pipeline_stages: KV tiles in shared memory, at least 3. Of both 0 is
     what suits the shared memory of the device. workers: CTAs for each query tile; 0: as many as fill the device.
     split_tokens: tokens of a split, a multiple of 64, so that a request's splits depend on nothing but its length; 0:
@@ -1067,15 +1251,15 @@ class FlashMlaMmaV2Tiling(Tiling):
         def made(tokens: int, stages: int) -> Geometry:
             return Geometry(pd.h, pd.h_kv, s, pd.k, pd.p, pd.page_size, causal, tokens, stages, pd.packed, pd.tree)
 
-        def stages_of(tokens: int) -> int:
-            bare = made(tokens, 0)
-            return max(0, min(MOST_STAGES, (of.smem_per_block - fixed_bytes(bare)) // (2 * bare.stage_elements)))
+        def counts(tokens: int) -> Sequence[int]:
+            if self.num_pipeline_stages:
+                return [self.num_pipeline_stages]
+            # With three stages of 16 tokens two KV tiles are on their way already, so a fourth one is not waited for.
+            return range(MOST_STAGES if tokens > warp_mma.K else FEWEST_STAGES, FEWEST_STAGES - 1, -1)
 
         sizes = [self.tile_n] if self.tile_n else list(TOKEN_TILES)
-        fewest = self.num_pipeline_stages or FEWEST_STAGES
-        fitting = [n for n in sizes if self.tile_n or stages_of(n) >= fewest]
-        tokens = (fitting or sizes[-1:])[0]
-        return made(tokens, self.num_pipeline_stages or stages_of(tokens))
+        forms = [made(tokens, stages) for tokens in sizes for stages in counts(tokens)]
+        return next((form for form in forms if shared_bytes(form) <= of.smem_per_block), forms[-1])
 
     def validate(self, pd: MlaProblem, device: Device | None = None) -> Verdict:
         if self.tile_n not in (0, *TOKEN_TILES):
@@ -1094,11 +1278,10 @@ class FlashMlaMmaV2Tiling(Tiling):
                 f"num_pipeline_stages = {self.num_pipeline_stages} leaves no KV tile to load while two are computed "
                 f"with: at least {FEWEST_STAGES}"
             )
-        of, stages = device or Device.assumed(), max(FEWEST_STAGES, geometry.stages)
-        smem = fixed_bytes(geometry) + 2 * stages * geometry.stage_elements
+        of, smem = device or Device.assumed(), shared_bytes(geometry)
         if smem > of.smem_per_block:
             return Verdict.no(
-                f"{smem:,} bytes of shared memory for {ROWS} query rows and {stages} KV tiles of "
+                f"{smem:,} bytes of shared memory for {ROWS} query rows and {geometry.stages} KV tiles of "
                 f"{geometry.tokens} tokens are over the {of.smem_per_block:,} that a CTA of {of.key} may have"
             )
         if not (counted := limits.decode_sizes(pd)):
@@ -1109,13 +1292,13 @@ class FlashMlaMmaV2Tiling(Tiling):
         return decode_host.schedule_sizes(requests, tokens, workers, fixed, geometry.partials, geometry.costs)
 
 
-class FlashMlaMmaV2Plan(KernelPlan):
+class FlashMlaMmaV3Plan(KernelPlan):
     """One compiled kernel a problem class and tile; b, lengths, page table width, workers and split_tokens are
     arguments."""
 
     workload = decode.WORKLOAD
-    tiling_type = FlashMlaMmaV2Tiling
-    tiling: FlashMlaMmaV2Tiling
+    tiling_type = FlashMlaMmaV3Tiling
+    tiling: FlashMlaMmaV3Tiling
     uses = ("adaptive-tiles", "device-tile-scheduler", "fast-exp2-softmax", "split-kv")
     requires = Requirement(
         # For sm_100a and sm_103a ptxas spills in the loop of products. For sm_120a and sm_121a it does in the loop over
@@ -1130,10 +1313,10 @@ class FlashMlaMmaV2Plan(KernelPlan):
     def default_tiling(self) -> Tiling:
         pd = self.problem
         if not pd.packed or pd.query_tokens <= pd.b:
-            return FlashMlaMmaV2Tiling()
+            return FlashMlaMmaV3Tiling()
         # All of a tile where some have several: of a request in two blocks the cache is read twice, which costs more
         # than rows without a token.
-        return FlashMlaMmaV2Tiling(query_tokens=max(1, ROWS // pd.group))
+        return FlashMlaMmaV3Tiling(query_tokens=max(1, ROWS // pd.group))
 
     def autotune_configs(self) -> list[Tiling]:
         return [self.default_tiling()]
@@ -1148,11 +1331,11 @@ class FlashMlaMmaV2Plan(KernelPlan):
     @any_scale(0)
     def plan(self, *inputs: Any) -> CuteKernel:
         self.require()
-        version = Version(flash_mla_mma_v2, self.geometry())
+        version = Version(flash_mla_mma_v3, self.geometry())
         fixed = self.tiling.split_tokens // version.geometry.tokens
-        return decode_host.decode_kernel(self, "flash_mla_mma_v2", version, inputs, self.workers(), fixed)
+        return decode_host.decode_kernel(self, "flash_mla_mma_v3", version, inputs, self.workers(), fixed)
 
     def plan_empty(self) -> CuteKernel:
         self.require()
-        version = Version(flash_mla_mma_v2, self.geometry())
-        return decode_host.decode_kernel(self, "flash_mla_mma_v2", version, (), 0, 0)
+        version = Version(flash_mla_mma_v3, self.geometry())
+        return decode_host.decode_kernel(self, "flash_mla_mma_v3", version, (), 0, 0)

@@ -54,6 +54,10 @@ ALWAYS = (
 )
 
 
+#: CuTe versions with a part whose tiles follow from the number of rows, and are no knob of theirs.
+SIZED = frozenset({"cute-dsl/chunk_absorb"})
+
+
 @dataclass(frozen=True)
 class Call:
     """What one line is compiled from. tiling: of the record, None for the default. toolchain: what compiled what a
@@ -96,8 +100,9 @@ def place_of(line: Line) -> tuple[Any, ...]:
 
 
 def own_problem(label: str, problem: Any) -> str:
-    """`Line.problem`: elsewhere than in CuTe a launch is known by its values, which follow from the sizes."""
-    return "" if label.startswith("cute-dsl/") else problem.label
+    """`Line.problem`: elsewhere than in CuTe a launch is known by its values, which follow from the sizes. Of the
+    versions in `SIZED` the code does."""
+    return "" if label.startswith("cute-dsl/") and label not in SIZED else problem.label
 
 
 def line_of(call: Call) -> Line:

@@ -254,7 +254,8 @@ def test_a_call_asks_only_for_boundaries_in_lengths(
     compiled: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signature holds all else, and of lengths that were seen the answer is kept."""
-    assert {bound.quantity.name for bound in boundaries("prefill")} <= {"query tokens", "keys that a query sees"}
+    in_lengths = {"query tokens", "keys", "keys that a query sees", "query tiles"}
+    assert {bound.quantity.name for bound in boundaries("prefill")} <= in_lengths
     engine = CpuEngine()
     inputs = make_inputs(PROBLEM, seed=1)
     mla_prefill(*inputs, on=engine)

@@ -2,8 +2,8 @@ r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 21
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: 192 or 128 columns a head    V: 128
 
-Two CTAs of a cluster share K and V by multicast. Version 18, which splits the keys of its query tiles where these are
-too few to give each cluster one: a chunk of 512 new tokens of 16 heads has 32, for the 66 clusters of an H200.
+Two CTAs of a cluster share K and V by multicast. It is version 18 with keys that are split where query tiles are too
+few to give each cluster one: a chunk of 512 new tokens of 16 heads has 32, for the 66 clusters of an H200.
 
     launch    splits_for: how many splits take the fewest KV tiles of time, from the sizes of the tensors
     schedule  split_of: of the KV tiles that any row of a query tile sees, split i of n has the i-th n-th
@@ -86,14 +86,13 @@ The mbarriers, who arrives at each of them and who waits for it:
 O goes from registers to global memory, without shared memory between.
 
 Tile scheduler: the query tiles of all requests and heads lie on a line, a split of one as a query tile of one more
-head. Up to 128 requests are sorted, the one with the
-most keys first; more of them are in the caller's order. Requests beside each other with equal lengths are dealt as if
-they were one request with the heads of all. The heads of a request come in sections whose keys and values fit in L2
-together. In a section the query tiles with the most keys come first, and with a causal mask the last section has about
-three query tiles for each cluster, so that the small ones fill the tail. A cluster's first query tile is its own
-number; the others it takes from a counter in global memory. It asks the counter just before its last K of a query tile
-is loaded. If it asked earlier, it would hold a query tile that another cluster could begin sooner. The lengths are read
-on the device only, and the last cluster sets the counter back.
+head. Up to 128 requests are sorted, the one with the most keys first; more of them are in the caller's order. Requests
+beside each other with equal lengths are dealt as if they were one request with the heads of all. The heads of a request
+come in sections whose keys and values fit in L2 together. In a section the query tiles with the most keys come first,
+and with a causal mask the last section has about three query tiles for each cluster, so that the small ones fill the
+tail. A cluster's first query tile is its own number; the others it takes from a counter in global memory. It asks the
+counter just before its last K of a query tile is loaded. If it asked earlier, it would hold a query tile that another
+cluster could begin sooner. The lengths are read on the device only, and the last cluster sets the counter back.
 
 Shared memory, with keys of 192 columns: Q 48 KiB, two stages of K (48 KiB each) and of V (32 KiB each). Registers of a
 consumer's thread: S 64, O 64, P 32, of 232.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import io
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mla_var3 import paths
 from mla_var3.catalogue import registry
@@ -71,13 +72,30 @@ def run(args: argparse.Namespace) -> int:
 #: Cells that are shown where nobody asked for any: as many as fit on a screen where each name takes two lines.
 SCREEN = 14
 
+#: Lines that they may take: a name with knobs takes more than two, and then fewer cells are shown.
+LINES = 38
+
 #: Columns of text that a table may take.
 WIDTH = 150
 
 
 def _fastest(records: list[Record], device: str, most: int | None = None) -> None:
-    """A row a cell. most: of these, those that were measured last."""
+    """A row a cell. most: of these, those that were measured last, and fewer where they take more than `LINES`."""
     from mla_var3.lab.report import tables
+
+    counts: list[int | None] = [None] if most is None else list(range(most, 0, -1))
+    for count in counts:
+        text = io.StringIO()
+        if (table := _fastest_of(records, device, count)) is None:
+            return
+        tables.show(table, text, most=WIDTH)
+        if count is None or count == 1 or len(text.getvalue().splitlines()) <= LINES:
+            break
+    tables.show(_fastest_of(records, device, count), most=WIDTH)
+
+
+def _fastest_of(records: list[Record], device: str, most: int | None) -> Any:
+    """The table of `_fastest`, of the `most` cells that were measured last; None without a time."""
     from mla_var3.lab.sweep.telling import answer
     from mla_var3.workload import problem_from_record
 
@@ -94,7 +112,7 @@ def _fastest(records: list[Record], device: str, most: int | None = None) -> Non
         if left:
             said.append(f"{left} more cells, measured before these: mla-var3 compare --device {device}")
         table.caption = "\n".join(filter(None, said))
-        tables.show(table, most=WIDTH)
+    return table
 
 
 def _apart(records: list[Record], args: argparse.Namespace) -> tuple[list[Record], int]:

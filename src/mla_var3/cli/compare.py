@@ -82,37 +82,34 @@ WIDTH = 150
 def _fastest(records: list[Record], device: str, most: int | None = None) -> None:
     """A row a cell. most: of these, those that were measured last, and fewer where they take more than `LINES`."""
     from mla_var3.lab.report import tables
-
-    counts: list[int | None] = [None] if most is None else list(range(most, 0, -1))
-    for count in counts:
-        text = io.StringIO()
-        if (table := _fastest_of(records, device, count)) is None:
-            return
-        tables.show(table, text, most=WIDTH)
-        if count is None or count == 1 or len(text.getvalue().splitlines()) <= LINES:
-            break
-    tables.show(_fastest_of(records, device, count), most=WIDTH)
-
-
-def _fastest_of(records: list[Record], device: str, most: int | None) -> Any:
-    """The table of `_fastest`, of the `most` cells that were measured last; None without a time."""
     from mla_var3.lab.sweep.telling import answer
     from mla_var3.workload import problem_from_record
 
-    cells = list(dict.fromkeys(problem_from_record(r.problem) for r in records))
-    left = 0 if most is None else max(0, len(cells) - most)
-    if left:
-        last = sorted(records, key=lambda r: r.at, reverse=True)
-        newest = set(list(dict.fromkeys(problem_from_record(r.problem) for r in last))[:most])
-        cells = [cell for cell in cells if cell in newest]
-        records = [r for r in records if problem_from_record(r.problem) in newest]
-    table, _ = answer(cells, records, _device(device), f"Fastest recorded on {device}")
-    if table is not None:
-        said = [str(table.caption or ""), "Every contender of a cell: mla-var3 compare --cells CELL"]
-        if left:
-            said.append(f"{left} more cells, measured before these: mla-var3 compare --device {device}")
-        table.caption = "\n".join(filter(None, said))
-    return table
+    timed = [(problem_from_record(r.problem), r) for r in records]
+    cells = list(dict.fromkeys(cell for cell, _ in timed))
+    newest = list(dict.fromkeys(cell for cell, _ in sorted(timed, key=lambda one: one[1].at, reverse=True)))
+
+    def table_of(count: int) -> Any:
+        shown = set(newest[:count])
+        of = [r for cell, r in timed if cell in shown]
+        table, _ = answer([c for c in cells if c in shown], of, _device(device), f"Fastest recorded on {device}")
+        if table is not None:
+            said = [str(table.caption or ""), "Every contender of a cell: mla-var3 compare --cells CELL"]
+            if left := len(cells) - len(shown):
+                said.append(f"{left} more cells, measured before these: mla-var3 compare --device {device}")
+            table.caption = "\n".join(filter(None, said))
+        return table
+
+    count = len(cells) if most is None else min(most, len(cells))
+    if table_of(count) is None:
+        return
+    while most is not None and count > 1:
+        text = io.StringIO()
+        tables.show(table_of(count), text, most=WIDTH)
+        if len(text.getvalue().splitlines()) <= LINES:
+            break
+        count -= 1
+    tables.show(table_of(count), most=WIDTH)
 
 
 def _apart(records: list[Record], args: argparse.Namespace) -> tuple[list[Record], int]:

@@ -129,9 +129,9 @@ FIRST_TURN = (
     "in the records of 2026-11-28, and the kernel here in those of 2026-11-29 ([devlog](../../devlogs/mqa_logits/"
     "cute-dsl-v4.md#measured)). Differences below 13 % between sustained times of these cells mean nothing. In three "
     "cells of [indexer_paged](indexer_paged.md) with one query token, turns of both orders were timed later, after the "
-    "clock had settled: the kernel here takes 3 % longer than "
-    "DeepGEMM for 256 requests of 8,192 tokens and for 64 of 65,536, and 4 % longer for 256 of 32,768 ([devlog]("
-    "../../devlogs/mqa_logits/cute-dsl-v4.md#experiment-energy-of-one-query-token-and-two-consumers))."
+    "clock had settled: the kernel here takes 3 % longer than DeepGEMM for 256 requests of 8,192 tokens and for 64 of "
+    "65,536, and 4 % longer for 256 of 32,768 ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
+    "#experiment-energy-of-one-query-token-and-two-consumers))."
 )
 #: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
 EMPTY_US = 3.0
@@ -178,8 +178,8 @@ MORE = {
         "18](../../devlogs/flash_attention/cute-dsl-v18.md)), and seed 90017 was drawn for these rules. Since then "
         "[version 22](../../devlogs/flash_attention/cute-dsl-v22.md) is picked for causal prompts of up to 128 query "
         "tokens at 192/128 and 128/128, and of fewer than 4,096 at 256/256, 256/128 and 96/64, most of which version "
-        "12 had. It is in no record here. Today's rules pick it in two of the four "
-        "cells of the third seed that are behind FlashAttention-3, `b29_s114_h16_t820_kv2_causal_ragged` and "
+        "12 had. It is in no record here. Today's rules pick it in two of the four cells of the third seed that are "
+        "behind FlashAttention-3, `b29_s114_h16_t820_kv2_causal_ragged` and "
         "`b39_s251_h32_t2749_causal_mostly_empty_d256_p0`; it was timed in neither."
     ),
     "indexer_logits": (

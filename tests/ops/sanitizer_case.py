@@ -6,11 +6,11 @@
     compute-sanitizer python3 tests/ops/sanitizer_case.py --experiment sanitizer_sparse cute-dsl/sparse_mla_v2
 
 The cells are those of experiment=sanitizer, or of another one, of which a bundle can be made: `mla-var3 compile
-'cute-dsl/*' --device h200 --experiment sanitizer --bundle DIR`. Inputs are made and results judged
-on the CPU, so that the tool watches little else than the versions' own kernels. Where calls may share a schedule, one
-that makes it and one that reads it are watched too. --fixed adds the fixed-split mode and
---ops what `mla_decode` picks. Ends with 1 when a result is wrong; for memcheck set PYTORCH_NO_CUDA_MEMORY_CACHING=1,
-so that every tensor is an allocation of its own.
+'cute-dsl/*' --device h200 --experiment sanitizer --bundle DIR`. Inputs are made and results judged on the
+CPU, so that the tool watches little else than the versions' own kernels. Where calls may share a schedule, one that
+makes it and one that reads it are watched too. --fixed adds the fixed-split mode and --ops what `mla_decode` picks.
+Ends with 1 when a result is wrong; for memcheck set PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an
+allocation of its own.
 """
 
 from __future__ import annotations

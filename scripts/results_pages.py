@@ -763,6 +763,10 @@ def memory_of(record: Record) -> str:
     return next(name for name, most in MEMORIES.items() if needed <= most)
 
 
+def four_digits(us: float) -> str:
+    return f"{us:.0f}" if us >= 1000 else f"{us:#.4g}"
+
+
 def portable_section(name: str) -> str:
     """A section of the page: a row for each cell and tiling of a version."""
     records = portable_records(name)
@@ -782,7 +786,7 @@ def portable_section(name: str) -> str:
             own.sort(key=lambda r: -MEMORIES[memory_of(r)])
         for place, record in enumerate(own):
             problem = workload.problem_from_record(record.problem)
-            us = [f"{record.median(state):#.4g}".rstrip(".") for state in STATES]
+            us = [four_digits(record.median(state) or 0.0) for state in STATES]
             shares = [f"{100 * share:.1f}" if (share := record.of_limit(state)) else "-" for state in STATES]
             row = ["" if place else said, *([memory_of(record)] if decode else []), record.kernel.label, *us, *shares]
             for word, found in others.items():

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import re
 import sys
@@ -709,8 +710,23 @@ PORTABLE_BESIDE: dict[str, dict[str, str]] = {
     "portable_sparse": {"Triton's": "triton/sparse_mla", "the version for Hopper": "cute-dsl/sparse_mla_v2"},
     "portable_prefill": {"version 0": "cute-dsl/flash_attention_mma"},
 }
-#: Bytes of shared memory that a CTA may have, on A100 and on GPUs of Ada and of the smaller Ampere chips.
-MEMORIES = {"99 KB": 101376, "163 KB": 166912, "227 KB": 232448}
+#: Shared memory of a CTA, with the device whose tilings were asked for: its rows are in this order.
+MEMORIES = {"227 KB": "h200", "163 KB": "a100", "99 KB": "rtx4090"}
+#: Version and most query rows of a cache -> shared memory -> the knobs of the tiling that is chosen there.
+TILINGS: dict[tuple[str, int], dict[str, dict[str, int]]] = {
+    ("cute-dsl/flash_mla_mma_v1", 16): {
+        "163 KB": {"tile_m": 16, "tile_n": 16, "num_pipeline_stages": 8},
+        "99 KB": {"tile_m": 16, "tile_n": 16, "num_pipeline_stages": 5},
+    },
+    ("cute-dsl/flash_mla_mma_v1", 32): {
+        "163 KB": {"tile_m": 32, "tile_n": 16, "num_pipeline_stages": 7},
+        "99 KB": {"tile_m": 32, "tile_n": 16, "num_pipeline_stages": 4},
+    },
+    ("cute-dsl/flash_mla_mma_v3", 1 << 30): {
+        "163 KB": {"tile_n": 32, "num_pipeline_stages": 3},
+        "99 KB": {"tile_n": 16, "num_pipeline_stages": 3},
+    },
+}
 FEW_ROWS = 32
 PORTABLE_WHAT = {
     "": (
@@ -746,21 +762,22 @@ def portable_records(name: str) -> list[Record]:
     for record in load(files).records:
         if record.time_us is not None and record.kernel.label in here:
             runs.setdefault(cell(record.model_dump()), {}).setdefault(record.run, []).append(record)
-    newest = []
+    newest: list[Record] = []
     for found in runs.values():
         own = {run: some for run, some in found.items() if any("_mma" in r.kernel.design for r in some)}
         if own:
-            # The run with the most tilings, and of these the newest.
-            newest += max(own.values(), key=lambda some: (len(some), max(r.at for r in some)))
+            newest += max(own.values(), key=lambda some: max(r.at for r in some))
     return newest
 
 
-def memory_of(record: Record) -> str:
-    """The shared memory that the tiling of a record is for."""
-    if not isinstance(record.requested, dict) or not record.requested:
-        return "227 KB"
-    needed = int((record.resources or {}).get("smem") or 0)
-    return next(name for name, most in MEMORIES.items() if needed <= most)
+def memory_of(record: Record) -> str | None:
+    """The shared memory that the tiling of a record is chosen for; None for one that is chosen nowhere, as of another
+    version."""
+    rows = workload.problem_from_record(record.problem).rows
+    own = next((of for (name, most), of in TILINGS.items() if name == record.kernel.label and rows <= most), None)
+    if own is None or record.requested in (None, "default", {}):
+        return None if own is None else "227 KB"
+    return next((memory for memory, knobs in own.items() if knobs == record.requested), None)
 
 
 def four_digits(us: float) -> str:
@@ -782,33 +799,35 @@ def portable_section(name: str) -> str:
         some = [r for r in records if cell(r.model_dump()) == of]
         others = {word: [r for r in some if r.kernel.label == wanted] for word, wanted in beside.items()}
         own = [r for r in some if "_mma" in r.kernel.design]
-        if decode:
-            own.sort(key=lambda r: -MEMORIES[memory_of(r)])
+        memories = {r.id: memory for r in own if (memory := memory_of(r) if decode else "") is not None}
+        own = [r for memory in (MEMORIES if decode else [""]) for r in own if memories.get(r.id) == memory]
         for place, record in enumerate(own):
-            problem = workload.problem_from_record(record.problem)
+            problem, memory = workload.problem_from_record(record.problem), memories[record.id]
             us = [four_digits(record.median(state) or 0.0) for state in STATES]
             shares = [f"{100 * share:.1f}" if (share := record.of_limit(state)) else "-" for state in STATES]
-            row = ["" if place else said, *([memory_of(record)] if decode else []), record.kernel.label, *us, *shares]
-            for word, found in others.items():
+            row = ["" if place else said, *([memory] if decode else []), record.kernel.label, *us, *shares]
+            for word, them in others.items():
                 for state in STATES:
-                    other = next((r for r in found if r.id != record.id), None)
+                    other = next((r for r in them if r.id != record.id), None)
                     ratio = None if other is None else record.speedup(other, state)
                     row.append(as_ratio(ratio))
                     if decode and ratio is not None:
                         group = "up to 32" if problem.rows <= FEW_ROWS else "64 and more"
-                        ratios.setdefault((memory_of(record), group), {}).setdefault((word, state), []).append(ratio)
+                        ratios.setdefault((memory, group), {}).setdefault((word, state), []).append(ratio)
             rows.append(row)
     text = f"{PORTABLE_WHAT[name]}\n\n"
     if decode:
         columns = [(word, state) for word in beside for state in STATES]
         head = ["shared memory", "query rows", "cells", *(f"{word} over it, {state} (x)" for word, state in columns)]
         lines = []
-        for (memory, group), found in sorted(ratios.items(), key=lambda item: (-MEMORIES[item[0][0]], item[0][1])):
+        for memory, group in itertools.product(MEMORIES, ("up to 32", "64 and more")):
+            of_group = ratios.get((memory, group), {})
             spans = [
-                f"{as_ratio(min(some))} to {as_ratio(max(some))}" if (some := found.get(column)) else "-"
+                f"{as_ratio(min(found))} to {as_ratio(max(found))}" if (found := of_group.get(column)) else "-"
                 for column in columns
             ]
-            lines.append([memory, group, str(len(next(iter(found.values())))), *spans])
+            if of_group:
+                lines.append([memory, group, str(max(map(len, of_group.values()))), *spans])
         text += f"Least and largest ratio over the cells:\n\n{grid(head, lines)}\n\nAll rows:\n\n"
     commits = sorted({r.source.commit[:7] for r in records if r.source.commit})
     files = _listed([f"`results/{file}`" for file in PORTABLE[name] if (ROOT / "results" / file).is_file()])

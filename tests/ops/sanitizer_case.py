@@ -106,7 +106,8 @@ def main(words: Sequence[str] | None = None) -> int:
         of = workload.get(problem.workload)
         bounds = decode.DOMINATED if of is decode.WORKLOAD else of.bounds("flashmla")
         # Prompts are drawn from N(0, 1) unless told otherwise, which is not what the bounds are for.
-        given = of.make_inputs(problem, "cpu", seed=5, **({"dist": "flashmla"} if problem.workload == "prefill" else {}))
+        options = {"dist": "flashmla"} if problem.workload == "prefill" else {}
+        given = of.make_inputs(problem, "cpu", seed=5, **options)
         reference = of.reference(problem, *given)
         for way, found in run(tuple(x.cuda() for x in given)):
             torch.cuda.synchronize()

@@ -864,8 +864,8 @@ def takes(pd: PrefillProblem) -> Verdict:
 
 @dataclass(frozen=True)
 class FlashAttentionMmaV1Tiling(Tiling):
-    """section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_width`). With 40 the last section of
-    128 heads has as many query tiles as the device has SMs, or nearly, so that they end together."""
+    """section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_width`). With 40 the last section
+    of 128 heads has as many query tiles as the device has SMs, or nearly, so that they end together."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("section_mib",)
 

@@ -118,14 +118,14 @@ def _called(compiled: CompiledKernel, *arguments: Any) -> None:
 class Remembered:
     """A launch that calls of one signature share: handle(*inputs, *outputs, *rest), on the stream of the signature.
     facts: what the function that remembers it wants to know again. Of calls with equal shapes also new_out and new_lse,
-    which make outputs, and spare: memory for an lse, which calls write and nobody reads; None: it is too large."""
+    functions that make outputs, and spare: memory for an lse that nobody asked for; None: it is too large."""
 
     handle: Callable[..., Any]
     rest: tuple[Any, ...]
     facts: Any
     bound: Bound
-    new_out: Callable[[], torch.Tensor] | None = None
-    new_lse: Callable[[], torch.Tensor] | None = None
+    new_out: Any = None
+    new_lse: Any = None
     spare: torch.Tensor | None = None
 
 

@@ -286,6 +286,7 @@ class Engine:
             capture = self.capture(stream)
             if (written := notes()) is not None:
                 written.note(problem, inputs, capture is not None)
+                remember = None  # so that every call comes here
             bound = self._find(key, stream, capture)
             if bound is None:
                 bound = self._plan(way, problem, inputs, key)
@@ -303,9 +304,7 @@ class Engine:
     def remembered(self, signature: Any, index: int) -> Remembered | None:
         """What an earlier call of this signature kept for the current stream of a device; None where there is none, the
         device is not the current one, or a graph is being captured, which has workspaces of its own."""
-        # Where calls are written down, each takes the long way; None is no stream.
-        stream = self.plain_stream(index) if notes() is None else None
-        found = self._remembered.get((signature, index, stream))
+        found = self._remembered.get((signature, index, self.plain_stream(index)))  # None is no stream
         if found is not None:
             found.bound.recent = True
         return found

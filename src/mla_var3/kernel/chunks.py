@@ -129,12 +129,11 @@ def up_project(weight: Any, latents: Any, keys: Any, values: Any) -> None:
     import torch
 
     h, v = values.shape[1:]
-    of_heads = weight.view(h, -1, weight.shape[1]).transpose(1, 2)
-    d = of_heads.shape[2] - v
-    of_keys, of_values = of_heads.split((d, v), 2)
+    of_heads = weight.view(h, -1, weight.shape[1])
+    d = of_heads.shape[1] - v
     rows = latents.expand(h, -1, -1)
-    torch.bmm(rows, of_keys, out=keys[..., :d].transpose(0, 1))
-    torch.bmm(rows, of_values, out=values.transpose(0, 1))
+    torch.bmm(rows, of_heads[:, :d].transpose(1, 2), out=keys[..., :d].transpose(0, 1))
+    torch.bmm(rows, of_heads[:, d:].transpose(1, 2), out=values.transpose(0, 1))
 
 
 #: What a part of the keys gives: out (n, h, d), contiguous, and lse (h, n), whose heads may lie apart.

@@ -149,6 +149,7 @@ class Barrier(IntEnum):
     P_EVEN = 5  # P of an even tile is in shared memory
     P_ODD = 6
     LOOKED = 7  # consumers have looked for rows' last tokens
+    PRODUCERS = 8  # all producer warps
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -172,6 +173,23 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
+    forms: int = 0
+
+    @property
+    def packs(self) -> bool:
+        return bool(self.forms & 1) and self.p_in_rows
+
+    @property
+    def goes_ahead(self) -> bool:
+        return bool(self.forms & 2) and self.p_in_rows
+
+    @property
+    def widens(self) -> bool:
+        return bool(self.forms & 4) and self.p_in_rows
+
+    @property
+    def ahead(self) -> int:
+        return AHEAD + 1 if self.goes_ahead else AHEAD
 
     @property
     def cache(self) -> Any:
@@ -378,6 +396,8 @@ def shared_storage(geometry: Geometry) -> type:
         "empty": array(Int64, stages),  # mbarriers: it is no longer read
         "query_full": array(Int64, 1),  # mbarrier: the query has been loaded
         "query_empty": array(Int64, 1),  # mbarrier: its scores are made
+        "query_ready": array(Int64, 1 if geometry.widens else 0),  # mbarrier: producers have widened it
+        "of_query": array(Float32, 1 if geometry.widens else 0),  # the power of two that it was divided by then
         "first": array(Int32, scheduler.FIRST_WORDS),
         "valid": array(Int32, PRODUCERS * stages),  # [stage]: which indices name a token, two bits a row
         "largest": array(Int32, CONSUMERS * WARPS),  # of the query, of each warp
@@ -780,6 +800,7 @@ def load(
     second = read_row(caches, place, token, row, geometry)
     has_looked = Boolean(False)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
+    is_due, due = Boolean(False), Int32(0)
     blank = Int32(0)  # a bit a stage: whether this lane's row holds zeros already
     while first.there:
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
@@ -809,6 +830,12 @@ def load(
         if cutlass.const_expr(geometry.layout == "v4"):
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
         stage, phase = stage_at(stage, phase, 1, geometry.stages)
+        if cutlass.const_expr(geometry.widens):
+            # Behind the copies of one tile more, while the query is on its way.
+            if is_due:
+                widen_ahead(storage, warp, due, geometry)
+                due = due ^ 1
+            is_due = first.asks
         if (warp == 0) & first.asks:
             cute.arch.mbarrier_wait(storage.query_empty.data_ptr(), parity)
             parity = parity ^ 1
@@ -823,9 +850,28 @@ def load(
         first = named(second, caches, row, geometry)
         place = next_place(place, storage, walk, geometry)
         second = read_row(caches, place, token, row, geometry)
+    if cutlass.const_expr(geometry.widens):
+        if is_due:
+            widen_ahead(storage, warp, due, geometry)
     if cutlass.const_expr(geometry.shortens):
         if not has_looked:
             meet(storage, Boolean(False))
+
+
+@cute.jit
+def widen_ahead(storage: cutlass.Constexpr, warp: Int32, parity: Int32, geometry: cutlass.Constexpr):
+    """By all producer warps: `widen_query` of a query that is asked for, which consumers then need not do. parity: of
+    how many were before it. The wait for the query before, which warp 0 did ahead of the load, comes first in all of
+    them: else the wait for this one might see that one's phase."""
+    cute.arch.mbarrier_wait(storage.query_empty.data_ptr(), parity)
+    cute.arch.mbarrier_wait(storage.query_full.data_ptr(), parity ^ 1)
+    thread = warp * 32 + cute.arch.lane_idx()
+    factor = widen_query(storage, thread, 32 * PRODUCERS, Barrier.PRODUCERS, 1, geometry)
+    if thread == 0:
+        storage.of_query.data_ptr()[0] = factor
+    cute.arch.fence_view_async_shared()
+    cute.arch.sync_warp()
+    warp_arrive(storage.query_ready.data_ptr())
 
 
 @cute.jit
@@ -879,7 +925,10 @@ def load_query(
 
 
 @cute.jit
-def widen_query(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Float32:
+def widen_query(
+    storage: cutlass.Constexpr, thread: Int32, threads: cutlass.Constexpr, barrier: cutlass.Constexpr,
+    unroll: cutlass.Constexpr, geometry: cutlass.Constexpr,
+) -> Float32:  # fmt: skip
     """Makes a query tile what the products read, in place: columns that keys have as codes in fp16, in the order of
     `key_words`, others in bf16, all divided by a power of two, which is returned: that of the largest number among
     them, since a head that is inf or NaN must not take all others' columns below what fp16 holds. By both consumers,
@@ -887,7 +936,7 @@ def widen_query(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Con
     items = geometry.n * geometry.panels * (PANEL // MMA_K)
     words, found = cute.make_rmem_tensor((4, 2), Int32), cute.make_rmem_tensor((4, 2), Int32)
     most = Int32(0)  # two magnitudes' bits and 0x80 more, with which those of inf and NaN are negative
-    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=2):
+    for item in cutlass.range(thread, items, threads, unroll=unroll):
         copy_slice(storage, item, words, False, geometry)
         for j in cutlass.range_constexpr(8):
             most = cute.arch.inline_ptx(
@@ -896,16 +945,16 @@ def widen_query(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Con
             )  # fmt: skip
     most = cutlass.max(most & 0xFFFF, (most >> 16) & 0xFFFF)
     most = Int32(cute.arch.warp_redux_sync(most, kind="max"))
-    largest = storage.largest.get_tensor(cute.make_layout(CONSUMERS * WARPS))
+    largest = storage.largest.get_tensor(cute.make_layout(threads // 32))
     largest[thread // 32] = most
-    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-    for i in cutlass.range_constexpr(CONSUMERS * WARPS):
+    named_sync(barrier, threads)
+    for i in cutlass.range_constexpr(threads // 32):
         most = cutlass.max(most, largest[i])
     exponent = cutlass.max((most >> 7) - 128 - QUERY_EXPONENT, LEAST_EXPONENT)
     factor = partials.power_of_two(-exponent)
     pair = (127 - exponent) << 7
     pair = pair | (pair << 16)
-    for item in cutlass.range(thread, items, CONSUMER_THREADS, unroll=2):
+    for item in cutlass.range(thread, items, threads, unroll=unroll):
         copy_slice(storage, item, words, False, geometry)
         if item // geometry.n < geometry.code_panels * (PANEL // MMA_K):
             # Of 16 columns, the MMA's first eight are 0, 1, 4, 5, ..
@@ -1449,14 +1498,14 @@ class Consumer:
         row = self.thread // 32 * 16 + lane % 16
         address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
-        found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
+        found = [self.load_keys(address, *part) for part in parts[: geometry.ahead]]
         self.read_factors(stage, pairs, plain)
         sums, ended = [self.acc_s], []  # ended: the groups' last panels
         if geometry.scales_sums:
             sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
         for i, (panel, half) in enumerate(parts):
-            if i + AHEAD < len(parts):
-                found.append(self.load_keys(address, *parts[i + AHEAD]))
+            if i + geometry.ahead < len(parts):
+                found.append(self.load_keys(address, *parts[i + geometry.ahead]))
             keys = self.key_words(found[i], panel, pairs, plain)
             is_plain = panel >= geometry.code_panels
             mma, frag = (self.mma_plain, self.frag_plain) if is_plain else (self.mma_s, self.frag_q)
@@ -1628,12 +1677,12 @@ class Consumer:
 
     def begin_values(self, stage: Int32) -> list[Any]:
         """Loads the bytes that `multiply` begins with."""
-        return [self.load_values(stage, *part) for part in self.value_parts()[:AHEAD]]
+        return [self.load_values(stage, *part) for part in self.value_parts()[: self.geometry.ahead]]
 
     def begin_factors(self, stage: Int32) -> list[Any]:
         """Loads the factors of these; who makes the tile's P has stored them."""
         found: list[Any] = []
-        for _ in range(AHEAD):
+        for _ in range(self.geometry.ahead):
             found.append(self.next_factors(stage, found))
         return found
 
@@ -1651,8 +1700,8 @@ class Consumer:
         `begin_values` and `begin_factors`."""
         parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
         for i, (panel, half) in enumerate(parts):
-            if i + AHEAD < len(parts):
-                found.append(self.load_values(stage, *parts[i + AHEAD]))
+            if i + geometry.ahead < len(parts):
+                found.append(self.load_values(stage, *parts[i + geometry.ahead]))
                 factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
@@ -1673,6 +1722,9 @@ class Consumer:
         self.read_max(row_max)
         if self.exceeds(row_max):
             self.move_max(row_max)
+        found, factors = [], []
+        if cutlass.const_expr(geometry.goes_ahead):  # they are there when P is; with 64 heads registers are short
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -1680,7 +1732,8 @@ class Consumer:
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
         self.store_p(stage)
         cute.arch.fence_view_async_shared()
-        found, factors = self.begin_values(stage), self.begin_factors(stage)
+        if cutlass.const_expr(not geometry.goes_ahead):
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         self.sync()
@@ -2046,7 +2099,29 @@ def epilogue_of_rows(
     if place.whole:
         base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
     heads = cutlass.min(geometry.h - first_row, geometry.n)
-    for i in cutlass.range_constexpr(HALF_PANELS):
+    if cutlass.const_expr(geometry.packs):
+        own, word = word_place(thread, 0, 0, place.whole)
+        first = base + Int64(own * (2 * VALUES) + 4 * word)
+        first = cute.make_ptr(Int32, first, cute.AddressSpace.gmem, assumed_align=4)
+        for i in cutlass.range_constexpr(HALF_PANELS):
+            columns, words = wgmma.as_columns(acc_o[i]), cute.make_rmem_tensor(count, Int32)
+            for c in cutlass.range_constexpr(count):
+                for r in cutlass.range_constexpr(2):
+                    columns[c, r] = columns[c, r] * factor[c]
+            if place.whole:
+                for c in cutlass.range_constexpr(count):
+                    words[c] = packed(columns[c, 0], columns[c, 1], out.element_type)
+            else:
+                for c in cutlass.range_constexpr(count):
+                    words[c] = packed(columns[c, 0], columns[c, 1], Float16)
+            for c in cutlass.range_constexpr(count):
+                below = wgmma.acc_column(0, c)  # heads, from the first one
+                at = cute.make_tensor(first + (below * (VALUES // 2) + i * PANEL_WORDS), cute.make_layout(1))
+                if cutlass.const_expr(geometry.h % geometry.n == 0):
+                    at[0] = words[c]
+                elif own + below < heads:
+                    at[0] = words[c]
+    for i in cutlass.range_constexpr(0 if geometry.packs else HALF_PANELS):
         wgmma.scale_columns(acc_o[i], factor)
         words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
         if place.whole:
@@ -2061,6 +2136,14 @@ def epilogue_of_rows(
                     Int32, base + Int64(head * (2 * VALUES) + 4 * word), cute.AddressSpace.gmem, assumed_align=4
                 )
                 cute.make_tensor(target, cute.make_layout(1))[0] = both
+
+
+def packed(low: Float32, high: Float32, kind: Any) -> Int32:
+    """Two numbers, rounded to a 16-bit type, as a word."""
+    name = "bf16x2" if kind is BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
+    )
 
 
 def exchange_word(row: Int32, word: Any) -> Any:
@@ -2146,15 +2229,29 @@ def consume(
             has_tiles = True
         block = walk.queries.block(split.request)
         if has_tiles:
-            cute.arch.mbarrier_wait(storage.query_full.data_ptr(), parity)
-            parity = parity ^ 1
+            if cutlass.const_expr(geometry.widens):
+                if parity == 0:
+                    cute.arch.mbarrier_wait(storage.query_full.data_ptr(), 0)
+                else:
+                    cute.arch.mbarrier_wait(storage.query_ready.data_ptr(), (parity & 1) ^ 1)
+            else:
+                cute.arch.mbarrier_wait(storage.query_full.data_ptr(), parity)
+                parity = parity ^ 1
         # Said here, or the last split's results would keep their registers while the query is loaded.
         for i in cutlass.range_constexpr(HALF_PANELS):
             acc_o[i].fill(0.0)
         row_sum.fill(0.0)
         walk.list_splits(split, tiles, thread)
         if has_tiles:
-            of_query = widen_query(storage, thread, geometry)
+            of_query = Float32(1.0)
+            if cutlass.const_expr(geometry.widens):
+                if parity == 0:
+                    of_query = widen_query(storage, thread, CONSUMER_THREADS, Barrier.CONSUMERS, 2, geometry)
+                else:
+                    of_query = storage.of_query.data_ptr()[0]
+                parity = parity + 1
+            else:
+                of_query = widen_query(storage, thread, CONSUMER_THREADS, Barrier.CONSUMERS, 2, geometry)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
             w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, registers)
@@ -2233,6 +2330,8 @@ def sparse_mla_v2(
                 short_word(storage)[0] = Int32(0)
             cute.arch.mbarrier_init(storage.query_full.data_ptr(), 1)
             cute.arch.mbarrier_init(storage.query_empty.data_ptr(), CONSUMERS * WARPS)
+            if cutlass.const_expr(geometry.widens):
+                cute.arch.mbarrier_init(storage.query_ready.data_ptr(), PRODUCERS)
         cpasync.prefetch_descriptor(inputs.tma)
         cute.arch.mbarrier_init_fence()
     # Nothing that a kernel before may have written is read, and nothing is written, ahead of this.
@@ -2404,6 +2503,7 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
+    forms: int = 0
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2412,7 +2512,7 @@ class SparseMlaV2Tiling(Tiling):
         page, extra_page = pages_of(pd)
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens,
+            pd.extra_layout, pd.strided_out, self.shortens, self.forms,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

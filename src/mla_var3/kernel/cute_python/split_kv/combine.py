@@ -74,6 +74,7 @@ class Merge:
     s: int
     partials: Partials
     costs: Costs
+    light: bool = False
 
     @property
     def group(self) -> int:
@@ -618,6 +619,7 @@ def launch_one(
         grid=(blocks, 1, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,
+        max_number_threads=(640, 1, 1) if merge.light else [0, 0, 0],
         # As the attention has it: an SM that is to change what it has for shared memory has to run empty first.
         preferred_smem_carveout=100,
         stream=stream,

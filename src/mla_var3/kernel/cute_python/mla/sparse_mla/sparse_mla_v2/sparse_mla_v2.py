@@ -188,6 +188,10 @@ class Geometry:
         return bool(self.forms & 4) and self.p_in_rows
 
     @property
+    def light(self) -> bool:
+        return bool(self.forms & 24) and self.n <= 16
+
+    @property
     def ahead(self) -> int:
         return AHEAD + 1 if self.goes_ahead else AHEAD
 
@@ -221,6 +225,8 @@ class Geometry:
     def registers(self) -> tuple[int, int]:
         """Of a producer's thread and a consumer's. One and two times these are three times 168, which 384 threads are
         compiled for: a CTA cannot take more than it was given."""
+        if self.light:
+            return (48, 96) if self.forms & 8 else (32, 128)
         return (24, 240) if self.n > 48 else (56, 224)
 
     @property
@@ -342,7 +348,7 @@ class Geometry:
     def stages(self) -> int:
         """Tiles in shared memory."""
         free = self.free_bytes - (0 if self.p_in_rows else self.p_bytes)
-        return min(free // self.stage_bytes, MOST_STAGES)
+        return min(free // self.stage_bytes, 3 if self.light else MOST_STAGES)
 
     @property
     def pairs(self) -> int:
@@ -369,7 +375,7 @@ class Geometry:
         for each query token by itself, its heads are to the combine those of a kv head of its own."""
         if self.padded:
             return combine.Merge(self.s * self.h, self.s, 1, self.partials, self.costs)
-        return combine.Merge(self.h, 1, self.s, self.partials, self.costs)
+        return combine.Merge(self.h, 1, self.s, self.partials, self.costs, self.light and not self.forms & 8)
 
     @property
     def combines(self) -> bool:
@@ -2453,6 +2459,7 @@ def launch_sparse_mla_v2(
         grid=(geometry.tiles, workers, 1),
         block=(THREADS, 1, 1),
         min_blocks_per_mp=1,
+        max_number_threads=((768, 1, 1) if geometry.forms & 8 else (640, 1, 1)) if geometry.light else [0, 0, 0],
         stream=stream,
         use_pdl=True,
     )  # fmt: skip

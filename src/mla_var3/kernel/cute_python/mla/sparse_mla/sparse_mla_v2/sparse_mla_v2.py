@@ -188,6 +188,10 @@ class Geometry:
         return bool(self.forms & 4) and self.p_in_rows
 
     @property
+    def holds(self) -> bool:
+        return bool(self.forms & 32) and self.p_in_rows
+
+    @property
     def light(self) -> bool:
         return bool(self.forms & 24) and self.n <= 16
 
@@ -348,7 +352,7 @@ class Geometry:
     def stages(self) -> int:
         """Tiles in shared memory."""
         free = self.free_bytes - (0 if self.p_in_rows else self.p_bytes)
-        return min(free // self.stage_bytes, 3 if self.light else MOST_STAGES)
+        return min(free // self.stage_bytes, 3 if self.light and self.forms & 8 else MOST_STAGES)
 
     @property
     def pairs(self) -> int:
@@ -1701,7 +1705,15 @@ class Consumer:
                 return factors
         return self.load_factors(stage, panel, half)
 
-    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
+    @cute.jit
+    def free(self, stage: Int32, is_last: Boolean):
+        if cutlass.const_expr(self.geometry.holds):
+            if not is_last:
+                warp_arrive(self.empty + stage)
+        else:
+            warp_arrive(self.empty + stage)
+
+    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any], is_last: Any) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
         `begin_values` and `begin_factors`."""
         parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
@@ -1716,12 +1728,12 @@ class Consumer:
                 warpgroup.wait_group(1)
         if geometry.p_in_rows:
             warpgroup.wait_group(0)  # P lies in the tile
-        warp_arrive(self.empty + stage)
+        self.free(stage, is_last)
         warpgroup.wait_group(0)
 
     # -------------------------------------------------------------------------------------------- tiles
     @cute.jit
-    def own_tile(self, stage: Int32):
+    def own_tile(self, stage: Int32, is_last: Boolean):
         """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product."""
         geometry = self.geometry
         row_max = cute.make_rmem_tensor(geometry.n // 4, Float32)
@@ -1744,7 +1756,7 @@ class Consumer:
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         self.sync()
         cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + self.me, number_of_threads=CONSUMER_THREADS)
-        self.multiply(OWN, stage, found, factors)
+        self.multiply(OWN, stage, found, factors, is_last)
 
     def store_p(self, stage: Int32) -> None:
         """The own P, in acc_s, to shared memory: as it is, or for each group of values times its factor."""
@@ -1761,7 +1773,7 @@ class Consumer:
             cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(part, Float16)), target)
 
     @cute.jit
-    def other_tile(self, stage: Int32, phase: Int32):
+    def other_tile(self, stage: Int32, phase: Int32, is_last: Boolean):
         """This consumer's product with the V of a tile whose P the other one makes."""
         cute.arch.mbarrier_wait(self.full + stage, phase)
         # Who makes P has expanded e2m1 codes before.
@@ -1770,7 +1782,7 @@ class Consumer:
         found = self.begin_values(stage) if self.geometry.fp4 else early
         factors = self.begin_factors(stage)
         self.follow_max()
-        self.multiply(OTHER, stage, found, factors)
+        self.multiply(OTHER, stage, found, factors, is_last)
 
     @cute.jit
     def run(self, first: Int32, end: Int32, stage: Int32, phase: Int32):
@@ -1795,9 +1807,9 @@ class Consumer:
             if (tile + CONSUMERS >= end) & ((tile < end) | (tile == first + 1)):
                 warp_arrive(self.query_empty)
             if tile > first:
-                self.other_tile(stage, phase)
+                self.other_tile(stage, phase, tile == end)
             if tile < end:
-                self.own_tile(own)
+                self.own_tile(own, tile == end - 1)
             stage, phase = stage_at(own, own_phase, 1, stages)
             own, own_phase = stage_at(stage, phase, 1, stages)
         # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN has,
@@ -2144,6 +2156,63 @@ def epilogue_of_rows(
                 cute.make_tensor(target, cute.make_layout(1))[0] = both
 
 
+@cute.jit
+def epilogue_in_rows(
+    acc_o: cutlass.Constexpr, weights: cute.Pointer, storage: cutlass.Constexpr, stage: Int32, results: Results,
+    token: Int32, place: Place, tile: Int32, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """`epilogue` through the rows of the split's last tile, which nobody reads any more and producers do not have yet."""
+    out, _, outputs, _ = results
+    count, layout = geometry.n // 4, geometry.partials
+    me, lane = thread // WARPGROUP, thread % 32
+    factor = cute.make_rmem_tensor(count, Float32)
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    softmax.collect(factor, weights, 1, lane, False)
+    base = outputs.iterator.toint() + 2 * layout.row(place.slot, tile, Int32(0)) * layout.columns
+    if place.whole:
+        base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
+    heads = cutlass.min(geometry.h - first_row, geometry.n)
+    chunk, of_chunk = thread % 8, thread % WARPGROUP // 8
+    base = base + Int64(of_chunk * (2 * VALUES) + (me * HALF_PANELS * PANEL + 8 * chunk) * 2)
+    exchange = storage.rows.data_ptr() + cute.assume(
+        stage * (TOKENS * geometry.stride) + me * (TOKENS * geometry.stride // 2), divby=64
+    )
+    exchange = cute.recast_ptr(exchange.align(64), dtype=Int32)
+    for i in cutlass.range_constexpr(HALF_PANELS):
+        columns, words = wgmma.as_columns(acc_o[i]), cute.make_rmem_tensor(count, Int32)
+        for c in cutlass.range_constexpr(count):
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = columns[c, r] * factor[c]
+        if place.whole:
+            for c in cutlass.range_constexpr(count):
+                words[c] = packed(columns[c, 0], columns[c, 1], out.element_type)
+        else:
+            for c in cutlass.range_constexpr(count):
+                words[c] = packed(columns[c, 0], columns[c, 1], Float16)
+        # Two places in turn: who meets behind the second one has read the first one.
+        panel = exchange + i % 2 * (geometry.n * PANEL_WORDS)
+        _, word = word_place(thread, 0, i, place.whole)
+        for r in cutlass.range_constexpr(2):
+            place_of_row = panel + exchange_word(wgmma.acc_column(lane, r), word % PANEL_WORDS)
+            for c in cutlass.range_constexpr(r, count, 2):
+                place_of_row[c // 2 * 8 * PANEL_WORDS] = words[c]
+        cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        steps = geometry.n * 8 // WARPGROUP
+        vectors = cute.make_rmem_tensor((4, steps), Int32)
+        for k in cutlass.range_constexpr(steps):
+            row = of_chunk + k * (WARPGROUP // 8)
+            source = (panel + cute.assume(exchange_word(row, 4 * chunk), divby=4)).align(16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vectors[None, k])
+        for k in cutlass.range_constexpr(steps):
+            row = k * (WARPGROUP // 8)
+            target = base + (row * (2 * VALUES) + 2 * PANEL * i)
+            at = cute.make_tensor(cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16), cute.make_layout(4))
+            if cutlass.const_expr(geometry.h % geometry.n == 0):
+                cute.autovec_copy(vectors[None, k], at)
+            elif of_chunk + row < heads:
+                cute.autovec_copy(vectors[None, k], at)
+
+
 def packed(low: Float32, high: Float32, kind: Any) -> Int32:
     """Two numbers, rounded to a 16-bit type, as a word."""
     name = "bf16x2" if kind is BFloat16 else "f16x2"
@@ -2288,7 +2357,15 @@ def consume(
                 # A combine knows no scale; workers that merge multiply their sum with it.
                 scale = cutlass.select_(walk.pool.combined > 0, factors.values, Float32(1.0))
                 weigh_partial(acc_o, found, weights, results, scale, place.slot, tile, thread, geometry)
-            if cutlass.const_expr(geometry.p_in_rows):
+            if cutlass.const_expr(geometry.holds):
+                held, _ = stage_at(stage, phase, geometry.stages - 1, geometry.stages)
+                epilogue_in_rows(
+                    acc_o, weights, storage, held, results, block.first, place, tile, first_row, thread, geometry
+                )  # fmt: skip
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                warp_arrive(storage.empty.data_ptr() + held)
+            elif cutlass.const_expr(geometry.p_in_rows):
                 epilogue_of_rows(acc_o, weights, results, block.first, place, tile, first_row, thread, geometry)
             else:
                 epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)

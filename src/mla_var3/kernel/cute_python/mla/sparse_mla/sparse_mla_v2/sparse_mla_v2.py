@@ -192,6 +192,10 @@ class Geometry:
         return bool(self.forms & 32) and self.p_in_rows
 
     @property
+    def at_once(self) -> bool:
+        return bool(self.forms & 64) and self.p_in_rows
+
+    @property
     def light(self) -> bool:
         return bool(self.forms & 24) and self.n <= 16
 
@@ -975,6 +979,59 @@ def widen_query(
                 found[j] = times_bf16(words[j], pair)
         copy_slice(storage, item, found, True, geometry)
     return partials.power_of_two(exponent)
+
+
+@cute.jit
+def widen_at_once(storage: cutlass.Constexpr, thread: Int32, geometry: cutlass.Constexpr) -> Float32:
+    """`widen_query`, whose columns a thread keeps in registers between its two halves."""
+    items, of_codes = geometry.n * geometry.panels * 4, geometry.n * geometry.code_panels * 4
+    count = -(-items // CONSUMER_THREADS)
+    kept, most = [cute.make_rmem_tensor((4, 2), Int32) for _ in range(count)], Int32(0)
+    for k in cutlass.range_constexpr(count):
+        item = thread + k * CONSUMER_THREADS
+        if cutlass.const_expr((k + 1) * CONSUMER_THREADS > items):
+            item = cutlass.min(item, items - 1)
+        copy_slice(storage, item, kept[k], False, geometry)
+    for k in cutlass.range_constexpr(count):
+        for j in cutlass.range_constexpr(8):
+            size = kept[k][j] & 0x7FFF7FFF
+            if cutlass.const_expr(k + j == 0):
+                most = size + 0x00800080
+            else:
+                most = cute.arch.inline_ptx(
+                    "{ .reg .b32 x, y; mov.b32 y, 0x00800080; add.s16x2 x, {$r1}, y; max.s16x2 {$w0}, {$r0}, x; }",
+                    write_only_types=[Int32], read_only_args=[most, size],
+                )  # fmt: skip
+    # Negative halves are of inf and NaN.
+    most = cutlass.max(cutlass.max(most << 16 >> 16, most >> 16), 0)
+    most = Int32(cute.arch.warp_redux_sync(most, kind="max"))
+    largest = storage.largest.get_tensor(cute.make_layout(CONSUMERS * WARPS))
+    largest[thread // 32] = most
+    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+    for i in cutlass.range_constexpr(CONSUMERS * WARPS):
+        most = cutlass.max(most, largest[i])
+    exponent = cutlass.max((most >> 7) - 128 - QUERY_EXPONENT, LEAST_EXPONENT)
+    pair = (127 - exponent) << 7
+    pair = pair | (pair << 16)
+    found = cute.make_rmem_tensor((4, 2), Int32)
+    for k in cutlass.range_constexpr(count):
+        item = thread + k * CONSUMER_THREADS
+        if item < items:
+            if item < of_codes:
+                for j in cutlass.range_constexpr(8):
+                    found[j // 2, j % 2] = half_of(times_bf16(kept[k][j], pair))
+            else:
+                for j in cutlass.range_constexpr(8):
+                    found[j] = times_bf16(kept[k][j], pair)
+            copy_slice(storage, item, found, True, geometry)
+    return partials.power_of_two(exponent)
+
+
+def half_of(word: Int32) -> Int32:
+    """Two bf16 as fp16."""
+    text = "{ .reg .b32 x, y; .reg .f32 f, g; shl.b32 x, {$r0}, 16; and.b32 y, {$r0}, 0xffff0000; mov.b32 f, x; "
+    text += "mov.b32 g, y; cvt.rn.f16x2.f32 {$w0}, g, f; }"
+    return cute.arch.inline_ptx(text, write_only_types=[Int32], read_only_args=[word])
 
 
 def copy_slice(storage: Any, item: Int32, words: cute.Tensor, stores: bool, geometry: Geometry) -> None:
@@ -2313,8 +2370,9 @@ def consume(
                 cute.arch.mbarrier_wait(storage.query_full.data_ptr(), parity)
                 parity = parity ^ 1
         # Said here, or the last split's results would keep their registers while the query is loaded.
-        for i in cutlass.range_constexpr(HALF_PANELS):
-            acc_o[i].fill(0.0)
+        if cutlass.const_expr(not geometry.at_once or not geometry.as_long):
+            for i in cutlass.range_constexpr(HALF_PANELS):
+                acc_o[i].fill(0.0)
         row_sum.fill(0.0)
         walk.list_splits(split, tiles, thread)
         if has_tiles:
@@ -2325,6 +2383,10 @@ def consume(
                 else:
                     of_query = storage.of_query.data_ptr()[0]
                 parity = parity + 1
+            elif cutlass.const_expr(geometry.at_once):
+                of_query = widen_at_once(storage, thread, geometry)
+                for i in cutlass.range_constexpr(HALF_PANELS):
+                    acc_o[i].fill(0.0)
             else:
                 of_query = widen_query(storage, thread, CONSUMER_THREADS, Barrier.CONSUMERS, 2, geometry)
             cute.arch.fence_view_async_shared()

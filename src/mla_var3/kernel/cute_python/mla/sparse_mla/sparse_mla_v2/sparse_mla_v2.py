@@ -55,7 +55,8 @@ a tile are -inf. Against version 1:
 - Where no lengths are given, the next split is computed from the one before, without a loop or a length.
 - q, indices and page tables are read with the strides that they have.
 - With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
-  (`Geometry.p_in_rows`), which makes room for a fourth tile.
+  (`Geometry.p_in_rows`), which makes room for a fourth tile. Results go through the rows of a split's last tile, and
+  bytes are loaded a half panel further ahead.
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 - Tokens of a page are a constant of the code where engines have such pages (`CONSTANT_PAGES`). One piece of code serves
   all others: an index is divided by a multiplier that the host function makes of the cache's shape.
@@ -114,7 +115,7 @@ TIMES = {
     56: (13.5, 2.18), 64: (14.5, 2.4),
 }  # fmt: skip
 BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
-AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
+AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened (`Geometry.ahead`)
 # Exponents of a token's scales are cut off there. Below, its bf16 columns times 2^-e would leave bf16's range; in v4,
 # where they become fp16, they may be up to 4,094.
 LEAST_EXPONENT, LEAST_EXPONENT_V4 = -60, -4
@@ -319,6 +320,12 @@ class Geometry:
         if self.layout != "v32" or self.scales_sums or self.paged or self.strided_out:
             return False
         return (self.free_bytes - self.p_bytes) // self.stage_bytes < self.free_bytes // self.stage_bytes
+
+    @property
+    def ahead(self) -> int:
+        """Half panels of which bytes are on the way into registers in front of the one that is widened. With 48 heads
+        registers are left for one more."""
+        return AHEAD + 1 if self.p_in_rows else AHEAD
 
     @property
     def stages(self) -> int:
@@ -1449,14 +1456,14 @@ class Consumer:
         row = self.thread // 32 * 16 + lane % 16
         address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
-        found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
+        found = [self.load_keys(address, *part) for part in parts[: geometry.ahead]]
         self.read_factors(stage, pairs, plain)
         sums, ended = [self.acc_s], []  # ended: the groups' last panels
         if geometry.scales_sums:
             sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
         for i, (panel, half) in enumerate(parts):
-            if i + AHEAD < len(parts):
-                found.append(self.load_keys(address, *parts[i + AHEAD]))
+            if i + geometry.ahead < len(parts):
+                found.append(self.load_keys(address, *parts[i + geometry.ahead]))
             keys = self.key_words(found[i], panel, pairs, plain)
             is_plain = panel >= geometry.code_panels
             mma, frag = (self.mma_plain, self.frag_plain) if is_plain else (self.mma_s, self.frag_q)
@@ -1628,12 +1635,12 @@ class Consumer:
 
     def begin_values(self, stage: Int32) -> list[Any]:
         """Loads the bytes that `multiply` begins with."""
-        return [self.load_values(stage, *part) for part in self.value_parts()[:AHEAD]]
+        return [self.load_values(stage, *part) for part in self.value_parts()[: self.geometry.ahead]]
 
     def begin_factors(self, stage: Int32) -> list[Any]:
         """Loads the factors of these; who makes the tile's P has stored them."""
         found: list[Any] = []
-        for _ in range(AHEAD):
+        for _ in range(self.geometry.ahead):
             found.append(self.next_factors(stage, found))
         return found
 
@@ -1646,13 +1653,22 @@ class Consumer:
                 return factors
         return self.load_factors(stage, panel, half)
 
-    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
+    @cute.jit
+    def free(self, stage: Int32, is_last: Boolean):
+        """Gives a tile back to the producers. Through a split's last one results go first where P lies in the rows."""
+        if cutlass.const_expr(self.geometry.p_in_rows):
+            if not is_last:
+                warp_arrive(self.empty + stage)
+        else:
+            warp_arrive(self.empty + stage)
+
+    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any], is_last: Boolean) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
-        `begin_values` and `begin_factors`."""
+        `begin_values` and `begin_factors`. is_last: whether it is the split's last tile."""
         parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
         for i, (panel, half) in enumerate(parts):
-            if i + AHEAD < len(parts):
-                found.append(self.load_values(stage, *parts[i + AHEAD]))
+            if i + geometry.ahead < len(parts):
+                found.append(self.load_values(stage, *parts[i + geometry.ahead]))
                 factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
@@ -1661,18 +1677,21 @@ class Consumer:
                 warpgroup.wait_group(1)
         if geometry.p_in_rows:
             warpgroup.wait_group(0)  # P lies in the tile
-        warp_arrive(self.empty + stage)
+        self.free(stage, is_last)
         warpgroup.wait_group(0)
 
     # -------------------------------------------------------------------------------------------- tiles
     @cute.jit
-    def own_tile(self, stage: Int32):
+    def own_tile(self, stage: Int32, is_last: Boolean):
         """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product."""
         geometry = self.geometry
         row_max = cute.make_rmem_tensor(geometry.n // 4, Float32)
         self.read_max(row_max)
         if self.exceeds(row_max):
             self.move_max(row_max)
+        found, factors = [], []
+        if cutlass.const_expr(geometry.p_in_rows):  # there when P is; with 64 heads there are no registers for them
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -1680,12 +1699,13 @@ class Consumer:
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
         self.store_p(stage)
         cute.arch.fence_view_async_shared()
-        found, factors = self.begin_values(stage), self.begin_factors(stage)
+        if cutlass.const_expr(not geometry.p_in_rows):
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         self.sync()
         cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + self.me, number_of_threads=CONSUMER_THREADS)
-        self.multiply(OWN, stage, found, factors)
+        self.multiply(OWN, stage, found, factors, is_last)
 
     def store_p(self, stage: Int32) -> None:
         """The own P, in acc_s, to shared memory: as it is, or for each group of values times its factor."""
@@ -1702,7 +1722,7 @@ class Consumer:
             cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(part, Float16)), target)
 
     @cute.jit
-    def other_tile(self, stage: Int32, phase: Int32):
+    def other_tile(self, stage: Int32, phase: Int32, is_last: Boolean):
         """This consumer's product with the V of a tile whose P the other one makes."""
         cute.arch.mbarrier_wait(self.full + stage, phase)
         # Who makes P has expanded e2m1 codes before.
@@ -1711,7 +1731,7 @@ class Consumer:
         found = self.begin_values(stage) if self.geometry.fp4 else early
         factors = self.begin_factors(stage)
         self.follow_max()
-        self.multiply(OTHER, stage, found, factors)
+        self.multiply(OTHER, stage, found, factors, is_last)
 
     @cute.jit
     def run(self, first: Int32, end: Int32, stage: Int32, phase: Int32):
@@ -1736,9 +1756,9 @@ class Consumer:
             if (tile + CONSUMERS >= end) & ((tile < end) | (tile == first + 1)):
                 warp_arrive(self.query_empty)
             if tile > first:
-                self.other_tile(stage, phase)
+                self.other_tile(stage, phase, tile == end)
             if tile < end:
-                self.own_tile(own)
+                self.own_tile(own, tile == end - 1)
             stage, phase = stage_at(own, own_phase, 1, stages)
             own, own_phase = stage_at(stage, phase, 1, stages)
         # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN has,
@@ -2030,12 +2050,12 @@ def epilogue(
 
 
 @cute.jit
-def epilogue_of_rows(
-    acc_o: cutlass.Constexpr, weights: cute.Pointer, results: Results, token: Int32, place: Place, tile: Int32,
-    first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
+def epilogue_in_rows(
+    acc_o: cutlass.Constexpr, weights: cute.Pointer, storage: cutlass.Constexpr, stage: Int32, results: Results,
+    token: Int32, place: Place, tile: Int32, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """`epilogue` where P has no place of its own, through which rows could go: words go to global memory as they are,
-    eight lanes' beside each other."""
+    """`epilogue` where P has no place of its own: through the rows of the split's last tile, in shared memory. Nobody
+    reads that stage any more, and producers do not have it yet. One instruction rounds two numbers and packs them."""
     out, _, outputs, _ = results
     count, layout = geometry.n // 4, geometry.partials
     me, lane = thread // WARPGROUP, thread % 32
@@ -2046,21 +2066,54 @@ def epilogue_of_rows(
     if place.whole:
         base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
     heads = cutlass.min(geometry.h - first_row, geometry.n)
+    chunk, of_chunk = thread % 8, thread % WARPGROUP // 8
+    base = base + Int64(of_chunk * (2 * VALUES) + (me * HALF_PANELS * PANEL + 8 * chunk) * 2)
+    exchange = storage.rows.data_ptr() + cute.assume(
+        stage * (TOKENS * geometry.stride) + me * (TOKENS * geometry.stride // 2), divby=64
+    )
+    exchange = cute.recast_ptr(exchange.align(64), dtype=Int32)
     for i in cutlass.range_constexpr(HALF_PANELS):
-        wgmma.scale_columns(acc_o[i], factor)
-        words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
-        if place.whole:
-            store_words(words, wgmma.to_dtype(acc_o[i], out.element_type))
-        else:
-            store_words(words, wgmma.to_dtype(acc_o[i], Float16))
+        columns, words = wgmma.as_columns(acc_o[i]), cute.make_rmem_tensor(count, Int32)
         for c in cutlass.range_constexpr(count):
-            head, word = word_place(thread, c, i, place.whole)
-            both = permute(words[c - c % 2], words[c - c % 2 + 1], 0x7632 if c % 2 else 0x5410)
-            if head < heads:
-                target = cute.make_ptr(
-                    Int32, base + Int64(head * (2 * VALUES) + 4 * word), cute.AddressSpace.gmem, assumed_align=4
-                )
-                cute.make_tensor(target, cute.make_layout(1))[0] = both
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = columns[c, r] * factor[c]
+        if place.whole:
+            for c in cutlass.range_constexpr(count):
+                words[c] = rounded_pair(columns[c, 0], columns[c, 1], out.element_type)
+        else:
+            for c in cutlass.range_constexpr(count):
+                words[c] = rounded_pair(columns[c, 0], columns[c, 1], Float16)
+        # Two places in turn: who meets behind the second one has read the first one.
+        panel = exchange + i % 2 * (geometry.n * PANEL_WORDS)
+        _, word = word_place(thread, 0, i, place.whole)
+        for r in cutlass.range_constexpr(2):
+            place_of_row = panel + exchange_word(wgmma.acc_column(lane, r), word % PANEL_WORDS)
+            for c in cutlass.range_constexpr(r, count, 2):
+                place_of_row[c // 2 * 8 * PANEL_WORDS] = words[c]
+        cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        steps = geometry.n * 8 // WARPGROUP
+        vectors = cute.make_rmem_tensor((4, steps), Int32)
+        for k in cutlass.range_constexpr(steps):
+            row = of_chunk + k * (WARPGROUP // 8)
+            source = (panel + cute.assume(exchange_word(row, 4 * chunk), divby=4)).align(16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vectors[None, k])
+        for k in cutlass.range_constexpr(steps):
+            row = k * (WARPGROUP // 8)
+            target = base + (row * (2 * VALUES) + 2 * PANEL * i)
+            target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
+            at = cute.make_tensor(target, cute.make_layout(4))
+            if cutlass.const_expr(geometry.h % geometry.n == 0):
+                cute.autovec_copy(vectors[None, k], at)
+            elif of_chunk + row < heads:
+                cute.autovec_copy(vectors[None, k], at)
+
+
+def rounded_pair(low: Float32, high: Float32, dtype: Any) -> Int32:
+    """Two numbers, rounded to a 16-bit type, as a word."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
+    )
 
 
 def exchange_word(row: Int32, word: Any) -> Any:
@@ -2186,7 +2239,14 @@ def consume(
                 scale = cutlass.select_(walk.pool.combined > 0, factors.values, Float32(1.0))
                 weigh_partial(acc_o, found, weights, results, scale, place.slot, tile, thread, geometry)
             if cutlass.const_expr(geometry.p_in_rows):
-                epilogue_of_rows(acc_o, weights, results, block.first, place, tile, first_row, thread, geometry)
+                held, _ = stage_at(stage, phase, geometry.stages - 1, geometry.stages)  # the split's last tile
+                epilogue_in_rows(
+                    acc_o, weights, storage, held, results, block.first, place, tile, first_row, thread, geometry
+                )  # fmt: skip
+                # Copies of rows write there next, through another proxy.
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                warp_arrive(storage.empty.data_ptr() + held)
             else:
                 epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)

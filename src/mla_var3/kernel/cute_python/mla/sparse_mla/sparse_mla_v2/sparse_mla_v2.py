@@ -55,8 +55,7 @@ a tile are -inf. Against version 1:
 - Where no lengths are given, the next split is computed from the one before, without a loop or a length.
 - q, indices and page tables are read with the strides that they have.
 - With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
-  (`Geometry.p_in_rows`), which makes room for a fourth tile. Results go through the rows of a split's last tile, and
-  bytes are loaded a half panel further ahead.
+  (`Geometry.p_in_rows`), which makes room for a fourth tile. Results go through the rows of a split's last tile.
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 - Tokens of a page are a constant of the code where engines have such pages (`CONSTANT_PAGES`). One piece of code serves
   all others: an index is divided by a multiplier that the host function makes of the cache's shape.
@@ -115,7 +114,7 @@ TIMES = {
     56: (13.5, 2.18), 64: (14.5, 2.4),
 }  # fmt: skip
 BLOCKS = 2  # k blocks of 16 that are widened and multiplied together: half a panel of keys, 32 tokens of one of V
-AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened (`Geometry.ahead`)
+AHEAD = 2  # of which bytes are on the way into registers in front of the one that is widened
 # Exponents of a token's scales are cut off there. Below, its bf16 columns times 2^-e would leave bf16's range; in v4,
 # where they become fp16, they may be up to 4,094.
 LEAST_EXPONENT, LEAST_EXPONENT_V4 = -60, -4
@@ -320,12 +319,6 @@ class Geometry:
         if self.layout != "v32" or self.scales_sums or self.paged or self.strided_out:
             return False
         return (self.free_bytes - self.p_bytes) // self.stage_bytes < self.free_bytes // self.stage_bytes
-
-    @property
-    def ahead(self) -> int:
-        """Half panels of which bytes are on the way into registers in front of the one that is widened. With 48 heads
-        registers are left for one more."""
-        return AHEAD + 1 if self.p_in_rows else AHEAD
 
     @property
     def stages(self) -> int:
@@ -1456,14 +1449,14 @@ class Consumer:
         row = self.thread // 32 * 16 + lane % 16
         address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
-        found = [self.load_keys(address, *part) for part in parts[: geometry.ahead]]
+        found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
         self.read_factors(stage, pairs, plain)
         sums, ended = [self.acc_s], []  # ended: the groups' last panels
         if geometry.scales_sums:
             sums = [cute.make_rmem_tensor(self.acc_s.layout, Float32) for _ in range(2)]
         for i, (panel, half) in enumerate(parts):
-            if i + geometry.ahead < len(parts):
-                found.append(self.load_keys(address, *parts[i + geometry.ahead]))
+            if i + AHEAD < len(parts):
+                found.append(self.load_keys(address, *parts[i + AHEAD]))
             keys = self.key_words(found[i], panel, pairs, plain)
             is_plain = panel >= geometry.code_panels
             mma, frag = (self.mma_plain, self.frag_plain) if is_plain else (self.mma_s, self.frag_q)
@@ -1635,12 +1628,12 @@ class Consumer:
 
     def begin_values(self, stage: Int32) -> list[Any]:
         """Loads the bytes that `multiply` begins with."""
-        return [self.load_values(stage, *part) for part in self.value_parts()[: self.geometry.ahead]]
+        return [self.load_values(stage, *part) for part in self.value_parts()[:AHEAD]]
 
     def begin_factors(self, stage: Int32) -> list[Any]:
         """Loads the factors of these; who makes the tile's P has stored them."""
         found: list[Any] = []
-        for _ in range(self.geometry.ahead):
+        for _ in range(AHEAD):
             found.append(self.next_factors(stage, found))
         return found
 
@@ -1667,8 +1660,8 @@ class Consumer:
         `begin_values` and `begin_factors`. is_last: whether it is the split's last tile."""
         parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
         for i, (panel, half) in enumerate(parts):
-            if i + geometry.ahead < len(parts):
-                found.append(self.load_values(stage, *parts[i + geometry.ahead]))
+            if i + AHEAD < len(parts):
+                found.append(self.load_values(stage, *parts[i + AHEAD]))
                 factors.append(self.next_factors(stage, factors))
             values = self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
@@ -1689,9 +1682,6 @@ class Consumer:
         self.read_max(row_max)
         if self.exceeds(row_max):
             self.move_max(row_max)
-        found, factors = [], []
-        if cutlass.const_expr(geometry.p_in_rows):  # there when P is; with 64 heads there are no registers for them
-            found, factors = self.begin_values(stage), self.begin_factors(stage)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -1699,8 +1689,7 @@ class Consumer:
                 self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
         self.store_p(stage)
         cute.arch.fence_view_async_shared()
-        if cutlass.const_expr(not geometry.p_in_rows):
-            found, factors = self.begin_values(stage), self.begin_factors(stage)
+        found, factors = self.begin_values(stage), self.begin_factors(stage)
         # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         self.sync()

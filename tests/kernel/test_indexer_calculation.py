@@ -3,8 +3,8 @@ form that fuses them could save.
 
 The logits of few requests are read at the rate of the run's read limit, behind a start that does not depend on their
 number. The top-k behind them adds what it takes alone. A form that fuses them cannot save more than the top-k adds, and
-has to choose somewhere: among candidates that the CTAs of the logits send, it takes what the top-k of a short row takes,
-and the CTAs' own choice before it."""
+has to choose somewhere: among candidates that the CTAs of the logits send, it takes what the top-k of a short row
+takes, and the CTAs' own choice before it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mla_var3.workload.indexer_logits import IndexerLogitsProblem
 
 #: Microseconds of a call whose bytes are none: launch, the search for a CTA's piece, the first and the last tile.
 START = 3.1
-#: Microseconds of the choice inside the CTAs of the logits: nine barriers and three passes, counted before it was built.
+#: Microseconds of the choice inside the CTAs of the logits: nine barriers and three passes, counted beforehand.
 OWN_CHOICE = 0.7
 FEW = 8  # requests
 

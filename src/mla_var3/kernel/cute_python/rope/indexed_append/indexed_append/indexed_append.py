@@ -56,7 +56,7 @@ GROUP = 128 // VECTOR  # lanes that share a scale of a latent
 OF_TOKEN = D // VECTOR  # lanes of a token's key of the indexer
 TOKENS = WARP // OF_TOKEN  # of a warp, of the indexer's keys
 MOST_HEADS = 8  # of a lane
-FEW, SOME = 16384, 65536  # heads of all tokens
+MANY = 65536  # heads of all tokens
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -432,10 +432,7 @@ class IndexedAppendPlan(KernelPlan):
 
     def default_tiling(self) -> IndexedAppendTiling:
         # As many warps as there can be, or many heads, of which four have one row of the table.
-        heads = self.problem.tokens * self.problem.h
-        if heads > SOME:
-            return IndexedAppendTiling(4, 4)
-        return IndexedAppendTiling(1, 4 if heads <= FEW else 8)
+        return IndexedAppendTiling(4 if self.problem.tokens * self.problem.h > MANY else 1, 4)
 
     def autotune_configs(self) -> list[Tiling]:
         most = max(1, -(-self.problem.h // AT_A_TIME))

@@ -17,8 +17,8 @@ piece from the ranges in memory (`find_piece`).
 
     load (a warp)   query tile: codes by TMA, weights by cp.async, the tokens' ranges → one of `query_stages`
                     KV tile: codes by TMA, scales by cp.async → one of `stages`
-                    over pages, with query tiles of at most 64 columns, four warps, each with every fourth KV tile, whose
-                    scales come by a bulk copy
+                    over pages, with query tiles of at most 64 columns, four warps, each with every fourth KV tile,
+                    whose scales come by a bulk copy
     consumers       each takes every `consumers`-th KV tile of the CTA's piece:
         mma         wait full;  wait for the turn;  S = K · Qᵀ, four products of 32 columns with each part of the query
                     tile;  when all but the last are done, hand the turn on;  wait;  free the stage

@@ -4,7 +4,7 @@
 
 is `rope_append(q, normed, rope, positions, slots, table, queries, cache, layout="v32")` and
 `index_append(k, weight, bias, positions, slots, table, index_cache)`. Codes and scales are theirs to the byte. Columns
-that are turned and stay in bf16 are rounded once, and where one lies as near to the middle between two numbers as float32
+that are turned and stay in bf16 are rounded once; where one lies as near to the middle between two numbers as float32
 can tell, it may become the other one.
 """
 
@@ -60,7 +60,8 @@ def indexed_append(
     a multiple of 64 tokens, and to row slots[i] % 64 of page slots[i] // 64 of index_cache. interleaved, powers: of
     queries, rope and latents; interleaved_keys, powers_of_keys: of the indexer's keys. kernel, on: as of `mla_decode`.
 
-    Codes and scales are those of the two functions to the byte. Raises `UserError` in one sentence for what does not fit.
+    Codes and scales are those of the two functions to the byte. Raises `UserError` in one sentence for what does not
+    fit.
     """
     import torch
 

@@ -131,7 +131,10 @@ FIRST_TURN = (
     "cells of [indexer_paged](indexer_paged.md) with one query token, turns of both orders were timed later, after the "
     "clock had settled: the kernel here takes 3 % longer than DeepGEMM for 256 requests of 8,192 tokens and for 64 of "
     "65,536, and 4 % longer for 256 of 32,768 ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
-    "#experiment-energy-of-one-query-token-and-two-consumers))."
+    "#experiment-energy-of-one-query-token-and-two-consumers)). These records and turns are of one producer warp. "
+    "Today's code has four where a query tile has at most 64 columns, and in the same three cells takes 1 to 2 % less "
+    "than DeepGEMM in turns of both orders ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
+    "#experiment-four-producer-warps))."
 )
 #: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
 EMPTY_US = 3.0

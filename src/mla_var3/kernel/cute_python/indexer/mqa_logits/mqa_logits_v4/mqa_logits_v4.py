@@ -17,8 +17,8 @@ piece from the ranges in memory (`find_piece`).
 
     load (a warp)   query tile: codes by TMA, weights by cp.async, the tokens' ranges → one of `query_stages`
                     KV tile: codes by TMA, scales by cp.async → one of `stages`
-                    over pages, with query tiles of at most 64 columns, four warps, each with every fourth KV tile,
-                    whose scales come by a bulk copy
+                    in long calls over pages, with query tiles of at most 64 columns, four warps, each with every
+                    fourth KV tile, whose scales come by a bulk copy
     consumers       each takes every `consumers`-th KV tile of the CTA's piece:
         mma         wait full;  wait for the turn;  S = K · Qᵀ, four products of 32 columns with each part of the query
                     tile;  when all but the last are done, hand the turn on;  wait;  free the stage
@@ -83,6 +83,7 @@ REGISTERS = {2: (24, 240), 4: (24, 112)}
 PRODUCTS = D // MMA_K  # of a KV tile with a part of a query tile
 MOST_STAGES = 24
 MOST_PRODUCERS = 4  # warps of the producers' warpgroup
+MANY_TOKENS = 1 << 20  # cached, of all requests, from which on calls are long
 PAD = 8  # words behind a token's weights: those of four tokens lie in other banks of shared memory
 EVICT_FIRST = 0x12F0000000000000  # an L2 cache policy, as createpolicy makes it
 INFO = 4  # words in front of a query tile's ranges
@@ -916,7 +917,8 @@ class MqaLogitsV4Tiling(Tiling):
     multiply, 2 or 4; 0: a choice. query_parts: in which a query tile is multiplied, 1 or 2; 0: a choice. turns: whether
     consumers take turns where there is one part of more than 128 columns and logits are float32. ctas: of the grid; 0:
     one for each multiprocessor. beyond: a query token with as many keys in range, or fewer, gets no logits; a top-k of
-    as many chooses all of them. producers: warps that load KV tiles, 1, or 4 over pages; 0: a choice."""
+    as many chooses all of them. producers: warps that load KV tiles, 1, or 4 over pages; 0: 4 where a query tile over
+    pages has at most 64 columns, else 1."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
@@ -926,7 +928,7 @@ class MqaLogitsV4Tiling(Tiling):
     turns: bool = True
     ctas: int = 0
     beyond: int = 0
-    producers: int = 0
+    producers: int = 1
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
@@ -984,7 +986,10 @@ class MqaLogitsV4Plan(KernelPlan):
     )
 
     def default_tiling(self) -> MqaLogitsV4Tiling:
-        return MqaLogitsV4Tiling()
+        # Four producer warps pay where calls are long, and cost up to a tenth where they are short.
+        pd, own = self.problem, MqaLogitsV4Tiling()
+        long = pd.table and pd.b * pd.t >= MANY_TOKENS and own.geometry(pd).n <= COLUMNS // 4
+        return replace(own, producers=0) if long else own
 
     def autotune_configs(self) -> list[Tiling]:
         tilings = [

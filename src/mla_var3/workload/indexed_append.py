@@ -96,9 +96,8 @@ class IndexedAppendProblem(PackedAppendProblem):
         """Of both; positions, slots and rows of the table are read once."""
         one, other = self.of_latents.cost(), self.of_keys.cost()
         shared = min(self.tokens, self.positions) * rope_bytes() + self.tokens * 2 * rope.INDICES[self.index]
-        return Cost(
-            one.flops + other.flops, one.bytes + other.bytes - shared, written=one.written + other.written, rows=one.rows
-        )
+        bytes_ = one.bytes + other.bytes - shared
+        return Cost(one.flops + other.flops, bytes_, written=one.written + other.written, rows=one.rows)
 
     def input_bytes(self) -> int:
         return self.of_latents.input_bytes() + self.tokens * (D + self.rest_of_keys) * 2 + self.index_bytes()
@@ -126,9 +125,7 @@ def make_inputs(
     return *given, *keys.drawn(problem.of_keys, positions.long(), table, seed=seed, dist=dist)
 
 
-def new_outputs(
-    problem: IndexedAppendProblem, q: torch.Tensor, pages: int | None = None
-) -> tuple[torch.Tensor, ...]:
+def new_outputs(problem: IndexedAppendProblem, q: torch.Tensor, pages: int | None = None) -> tuple[torch.Tensor, ...]:
     """(out, codes, scales, plain, index_codes, index_scales), uninitialised. pages: of the latent cache; default: those
     that `make_inputs` fills."""
     import torch

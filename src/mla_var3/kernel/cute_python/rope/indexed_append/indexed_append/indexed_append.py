@@ -1,6 +1,6 @@
 """indexed_append v0 in CuTe: packed_append and index_append of the same tokens, in one launch.
 
-    k[t]           ──mean, variance, norm, the first 64 columns turned──→ scale ──→ codes and scale of slot[t], index cache
+    k[t]           ──mean, variance, norm, 64 columns turned──→ scale ──→ codes and scale of slot[t], index cache
     q[t, :, -64:]  ──rotate──→ out[t, :, k:]
     rope[t]        ──rotate, round to bf16──→ plain of slot[t]
     latent[t]      ──largest magnitude of 128 columns, scale──→ codes and scales of slot[t], layout v32
@@ -37,7 +37,7 @@ from cutlass.cute.runtime import make_fake_tensor
 from mla_var3.device import Requirement
 from mla_var3.errors import UserError
 from mla_var3.kernel.cute_python import host
-from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, LANES, ROPE, load_turns, turn, turn_queries
+from mla_var3.kernel.cute_python.prims.rotary import AT_A_TIME, LANES, load_turns, turn, turn_queries
 from mla_var3.kernel.cute_python.prims.sync import wait_for_launch
 from mla_var3.kernel.cute_python.prims.vectors import VECTOR, WARP, load_vector, store_vector, vectors
 from mla_var3.packed_cache import E4M3_MAX, SCALE_MIN
@@ -256,7 +256,7 @@ def append_latent(
             store_vector(end, row_of(plain, slot, shape.page, VECTOR) + column)
 
 
-# ------------------------------------------------------------------------------------------------ device: indexer's keys
+# ------------------------------------------------------------------------------------------------ device: keys
 class Keys(NamedTuple):
     """Of the indexer, in global memory."""
 
@@ -497,7 +497,9 @@ class IndexedAppendPlan(KernelPlan):
                     BFloat16, (pages, pd.page, pd.p), (cute.sym_int64(divisibility=VECTOR), row // 2, 1),
                     assumed_align=16,
                 ),
-                make_fake_tensor(Uint8, (index_pages, PAGE, D), (cute.sym_int64(divisibility=16), D, 1), assumed_align=16),
+                make_fake_tensor(
+                    Uint8, (index_pages, PAGE, D), (cute.sym_int64(divisibility=16), D, 1), assumed_align=16
+                ),
                 make_fake_tensor(Int32, (index_pages, PAGE), (words, 1), assumed_align=4),
                 geometry,
             )  # fmt: skip

@@ -56,7 +56,7 @@ GROUP = 128 // VECTOR  # lanes that share a scale of a latent
 OF_TOKEN = D // VECTOR  # lanes of a token's key of the indexer
 TOKENS = WARP // OF_TOKEN  # of a warp, of the indexer's keys
 MOST_HEADS = 8  # of a lane
-FEW, SOME = 8192, 65536  # heads of all tokens
+FEW, SOME = 16384, 65536  # heads of all tokens
 
 
 # ------------------------------------------------------------------------------------------------ what code is made for
@@ -431,7 +431,7 @@ class IndexedAppendPlan(KernelPlan):
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16",), problem=takes)
 
     def default_tiling(self) -> IndexedAppendTiling:
-        # As in packed_append: as many warps as there can be, or many heads, of which four have one row of the table.
+        # As many warps as there can be, or many heads, of which four have one row of the table.
         heads = self.problem.tokens * self.problem.h
         if heads > SOME:
             return IndexedAppendTiling(4, 4)

@@ -134,7 +134,8 @@ FIRST_TURN = (
     "65,536, and 4 % longer for 256 of 32,768 ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-energy-of-one-query-token-and-two-consumers)). These records and turns are of one producer warp. "
     "Today's code has four in calls over 1,048,576 cached tokens and more, and in the same three cells takes 1 to 2 % "
-    "less than DeepGEMM in one run, and 2 % more to as long on the bench ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
+    "less than DeepGEMM in one run, and 2 % more to as long on the bench "
+    "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-four-producer-warps))."
 )
 #: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
@@ -191,8 +192,10 @@ MORE = {
         f"out. {FP8_LIMIT}"
     ),
     "indexer_paged": (
-        " In calls over less than 1,048,576 cached tokens one warp loads pages, and in longer ones four do where a query "
-        "tile has at most 64 columns ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by calls that rotate over "
+        " In calls over less than 1,048,576 cached tokens one warp loads pages, and in longer ones four do where "
+        "a query "
+        "tile has at most 64 columns ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by "
+        "calls that rotate over "
         "inputs of 280 MB and more, and not by a kernel that writes all of it. Where a request has one query "
         "tile, `mqa_logits_v4` lets its keys be the first to be evicted from L2. New keys then evict each other, and "
         "keys of an earlier turn may survive, so that with one or two query tokens a call may be faster here than "

@@ -132,7 +132,11 @@ FIRST_TURN = (
     "cells of [indexer_paged](indexer_paged.md) with one query token, turns of both orders were timed later, after the "
     "clock had settled: the kernel here takes 3 % longer than DeepGEMM for 256 requests of 8,192 tokens and for 64 of "
     "65,536, and 4 % longer for 256 of 32,768 ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
-    "#experiment-energy-of-one-query-token-and-two-consumers))."
+    "#experiment-energy-of-one-query-token-and-two-consumers)). These records and turns are of one producer warp. "
+    "Today's code has four in calls over 1,048,576 cached tokens and more, and in the same three cells takes 1 to 2 % "
+    "less than DeepGEMM in one run, and 2 % more to as long on the bench "
+    "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
+    "#experiment-four-producer-warps))."
 )
 #: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
 EMPTY_US = 3.0
@@ -188,12 +192,17 @@ MORE = {
         f"out. {FP8_LIMIT}"
     ),
     "indexer_paged": (
-        " Where a request has six query tokens, the code of these records multiplied all at once, and today's does it "
-        "in two halves ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by calls that rotate over "
+        " In calls over less than 1,048,576 cached tokens one warp loads pages, and in longer ones four do where "
+        "a query "
+        "tile has at most 64 columns ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by "
+        "calls that rotate over "
         "inputs of 280 MB and more, and not by a kernel that writes all of it. Where a request has one query "
         "tile, `mqa_logits_v4` lets its keys be the first to be evicted from L2. New keys then evict each other, and "
         "keys of an earlier turn may survive, so that with one or two query tokens a call may be faster here than "
-        f"behind other kernels. {FIRST_TURN} {FP8_LIMIT}"
+        "behind other kernels. Sustained times of the six cells of one query token with 64 heads and up to 524,288 "
+        "cached tokens are of one turn of 0.3 seconds, and the contender that had its turn first lost up to 13 % there "
+        "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md#measured)). Those of the other cells are of two turns, in "
+        f"both orders. {FP8_LIMIT}"
     ),
     "unseen_indexer": (
         " Where a request has three query tokens, the code of some records multiplied all at once, and today's does it "
@@ -254,7 +263,11 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
         "sparse_served": ("h200/2026-11-28-sparse_served.jsonl", "h200/2026-11-29-sparse_served.jsonl"),
         "unseen_sparse": tuple(f"h200/2026-11-28-unseen_sparse-{seed}.jsonl" for seed in (60811, 71101, 93303)),
         "indexer_logits": "h200/2026-11-28-indexer_logits.jsonl",
-        "indexer_paged": ("h200/2026-11-28-indexer_paged-v4.jsonl", "h200/2026-11-29-indexer_paged.jsonl"),
+        "indexer_paged": (
+            "h200/2026-11-28-indexer_paged-v4.jsonl",
+            "h200/2026-11-29-indexer_paged.jsonl",
+            "h200/2026-11-29-indexer_paged-four.jsonl",
+        ),
         "unseen_indexer": (
             "h200/2026-11-28-unseen_indexer-31337.jsonl",
             "h200/2026-11-29-unseen_indexer-31337.jsonl",

@@ -255,6 +255,42 @@ def test_prefill_in_parts_is_prefill_at_once(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(found.long().sort(1).values, want[rows].sort(1).values)
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"interleaved_keys": True, "h": 16}, {"tokens": 9000, "h": 16}, {"powers_of_keys": False}], ids=str
+)
+def test_latents_and_keys_are_appended_at_once(fields: dict[str, Any]) -> None:
+    """What the two functions write: codes and scales to the byte."""
+    import torch
+
+    from mla_var3.ops import index_append, indexed_append, rope_append
+    from mla_var3.packed_cache import layout_of, new_cache
+    from mla_var3.workload import indexed_append as workload
+
+    problem = workload.IndexedAppendProblem(**fields)
+    assert len(right(planned("cute-dsl/indexed_append", problem))) >= 15
+    *x, k, weight, bias = workload.make_inputs(problem, "cuda", seed=2)
+    found = []
+    for at_once in (True, False):
+        out = torch.zeros((problem.tokens, problem.h, 576), dtype=torch.bfloat16, device="cuda")
+        cache = new_cache(layout_of("v32"), problem.pages, 64, "cuda").view(torch.uint8).zero_()
+        index_cache = torch.zeros((problem.pages, 64, 132), dtype=torch.uint8, device="cuda")
+        turned, powers = problem.interleaved_keys, problem.powers_of_keys
+        if at_once:
+            indexed_append(
+                *x[:3], k, weight, bias, *x[3:], out, cache, index_cache, interleaved_keys=turned, powers_of_keys=powers
+            )
+        else:
+            rope_append(*x, out, cache, layout="v32")
+            index_append(k, weight, bias, *x[3:], index_cache, interleaved=turned, powers=powers)
+        found.append((cache[..., :528], index_cache, cache[..., 528:].view(torch.int16), out.view(torch.int16)))
+    one, other = found
+    assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    # A turned column may lie so near to the middle between two bf16 numbers that either is right.
+    for a, b in zip(one[2:], other[2:], strict=True):
+        apart = (a.int() - b.int()).abs()
+        assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= 1e-4 * apart.numel()
+
+
 @pytest.mark.parametrize("fields", [{}, {"interleaved": True}, {"tokens": 9000}, {"powers": False}], ids=str)
 def test_keys_are_appended_to_the_byte(fields: dict[str, Any]) -> None:
     plan = planned("cute-dsl/index_append", IndexAppendProblem(**fields))

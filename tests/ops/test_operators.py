@@ -61,6 +61,7 @@ def test_only_what_writes_into_the_callers_tensors_declares_it() -> None:
         "mla_decode_into": {"target", "lse"}, "sparse_mla_decode_into": {"target", "lse"},
         "packed_mla_decode_into": {"target", "lse"}, "mla_prefill_into": {"target", "lse"},
         "rope_append": {"out", "kv_cache"}, "index_append": {"cache"}, "latent_append": {"kv_cache"},
+        "indexed_append": {"out", "kv_cache", "index_cache"},
         "absorb_gemm_into": {"target"},
     }  # fmt: skip
 

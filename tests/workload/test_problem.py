@@ -258,6 +258,6 @@ def test_problems_have_the_default_models_heads_and_widths(repo_root: Path) -> N
         problem = workload.get(name).problem()
         same = {field: getattr(problem, field) for field in model_dims(said, type(problem))}
         assert same == {field: said[field] for field in same}, name
-        assert same or name in ("norm", "indexer_logits", "topk", "indexer_topk", "index_append"), (
+        assert same or name in ("norm", "indexer_logits", "topk", "indexer_topk", "index_append", "indexed_append"), (
             name
         )  # not of a model's heads

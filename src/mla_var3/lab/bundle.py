@@ -28,6 +28,8 @@ from mla_var3.toolchain.pool import compile_many
 from mla_var3.workload import Problem, problem_from_record
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.index_append import IndexAppendProblem
+from mla_var3.workload.indexed_append import IndexedAppendProblem
+from mla_var3.workload.indexer_logits import PAGE as PAGE_OF_KEYS
 from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.norm import NormProblem
 from mla_var3.workload.packed_append import PackedAppendProblem
@@ -348,6 +350,8 @@ def served(model: Mapping[str, Any], tp: int = 1, page: int | None = PAGE) -> li
         if (k, p) == (512, 64):
             layouts = ("flat", "v32") if model["name"] in CHOSEN else ("flat",)
             found += [PackedAppendProblem(**new, k=k, p=p, layout=layout) for layout in layouts]
+            if model["name"] in CHOSEN and page and page % PAGE_OF_KEYS == 0:
+                found.append(IndexedAppendProblem(**new, k=k, p=p, interleaved_keys=model["name"] in INTERLEAVED))
     if model["name"] in CHOSEN:
         found += _indexer(model["name"])
     return list(dict.fromkeys(found))

@@ -422,6 +422,14 @@ NAMING = {
         detail=lambda p: _left_out(*(("rest", "page", "index") if p.no_rope else _OF_ROPE))(p)
         + ("" if p.powers else "_scales"),
     ),
+    "indexed_append": Naming(
+        words=lambda p: f"{_append_words(p)}, layout {p.layout}, and keys of an indexer",
+        geometry=lambda p: f"layout {p.layout}, keys of 128",
+        panel=_panel(lambda p: ", ".join((*_append_words(p).split(", ")[1:], f"layout {p.layout}", "indexer's keys"))),
+        place=("tokens", "h"),
+        rank=lambda p: (not p.interleaved, p.interleaved_keys, p.powers_of_keys, p.h, p.tokens),
+        detail=lambda p: _left_out(*_OF_ROPE, "rest_of_keys")(p) + ("" if p.powers else "_any"),
+    ),
     "gemm": Naming(
         words=lambda p: f"{_count(p.tokens, 'token')}, {_count(p.h, 'head')}, {p.summed} to {p.columns} columns",
         geometry=lambda p: f"heads {p.d}, latent {p.k}",

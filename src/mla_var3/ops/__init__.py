@@ -6,9 +6,9 @@
 `mla_prefill` attends from prompts and chunks of prompts over decompressed heads; `flash_attn_varlen_func` is it with
 flash_attn's arguments. `packed_mla_decode` decodes over packed caches, and `sparse_mla_decode` attends to the tokens of
 one that indices name; `indexer_logits`, `topk_indices` and `indexer_topk` choose these tokens, and `index_append`
-caches their keys. `rmsnorm`, `rope_append`, `latent_append` and `absorb_gemm` are the kernels around them.
-`mla_var3.ops.flash_mla` has attention under FlashMLA's names, and `mla_var3.ops.deep_gemm` the indexer's logits under
-DeepGEMM's. docs/serving.md says how to use them.
+caches their keys, or `indexed_append` together with what attention caches. `rmsnorm`, `rope_append`, `latent_append`
+and `absorb_gemm` are the kernels around them. `mla_var3.ops.flash_mla` has attention under FlashMLA's names, and
+`mla_var3.ops.deep_gemm` the indexer's logits under DeepGEMM's. docs/serving.md says how to use them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mla_var3.ops.chunk_prefill import mla_chunk_prefill
 from mla_var3.ops.context_parallel import merge_partials, mla_decode_cp
 from mla_var3.ops.decode import compile_for, mla_decode, use_bundle
 from mla_var3.ops.engine import DecodeSchedule
+from mla_var3.ops.indexed import indexed_append
 from mla_var3.ops.indexer import index_append, indexer_logits, indexer_topk, topk_indices
 from mla_var3.ops.layer import absorb_gemm, latent_append, rmsnorm, rope_append
 from mla_var3.ops.library import register_with_torch
@@ -29,6 +30,7 @@ __all__ = [
     "compile_for",
     "flash_attn_varlen_func",
     "index_append",
+    "indexed_append",
     "indexer_logits",
     "indexer_topk",
     "latent_append",

@@ -258,7 +258,7 @@ def index_append(
 
     judge("k", k, (None, D), torch.bfloat16, k)
     n = len(k)
-    factors = [_aligned(judge(name, x, (D,), torch.float32, k)) for name, x in (("weight", weight), ("bias", bias))]
+    factors = [aligned(judge(name, x, (D,), torch.float32, k)) for name, x in (("weight", weight), ("bias", bias))]
     judge("positions", positions, (n,), None, k)
     if positions.dtype not in (torch.int32, torch.int64):
         raise UserError(f"positions are {positions.dtype}: pass torch.int64 or torch.int32.")
@@ -271,8 +271,8 @@ def index_append(
     problem = _append(
         max(n, 1), rest, bool(interleaved), bool(powers), len(table), str(positions.dtype).removeprefix("torch.")
     )
-    inputs = (rows, *factors, positions.contiguous(), slots.contiguous(), _aligned(table))
-    serve("index_append", problem, inputs, views(_cache("cache", cache, k)), kernel, on, first="k")
+    inputs = (rows, *factors, positions.contiguous(), slots.contiguous(), aligned(table))
+    serve("index_append", problem, inputs, views(index_cache_of("cache", cache, k)), kernel, on, first="k")
 
 
 # ---------------------------------------------------------------- in common
@@ -298,7 +298,7 @@ def _judged(
         if scales is None:
             raise UserError("scales is missing: pass (t,) float32, the scale of each key, or page_table with a cache.")
         of_keys = judge("scales", scales, (t,), torch.float32, q).contiguous()
-        factors = _aligned(judge("weights", weights, (n, h), torch.float32, q))
+        factors = aligned(judge("weights", weights, (n, h), torch.float32, q))
         high = integers("ends", ends, (n,), q, 0, t)
         low = q.new_zeros(n, dtype=torch.int32) if starts is None else integers("starts", starts, (n,), q, 0, t)
         return _logits(1, max(n, 1), t, h, False, word), (codes, cached, of_keys, factors, low, high)
@@ -310,10 +310,10 @@ def _judged(
     table = integers("page_table", page_table, (b, None), q, LEAST, MOST, strided=True)
     if not table.shape[1]:
         raise UserError("page_table has no columns: give at least one page for a request.")
-    factors = _aligned(judge("weights", weights.flatten(0, -2), (b * s, h), torch.float32, q))
+    factors = aligned(judge("weights", weights.flatten(0, -2), (b * s, h), torch.float32, q))
     high = integers("ends", _of_requests(ends, b, s), (b, s), q, 0, table.shape[1] * PAGE)
     problem = _logits(max(b, 1), s, table.shape[1] * PAGE, h, True, word)
-    return problem, (codes, _cache("keys", keys, q), factors, high, table)
+    return problem, (codes, index_cache_of("keys", keys, q), factors, high, table)
 
 
 def _codes(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> torch.Tensor:
@@ -323,10 +323,10 @@ def _codes(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like:
     judge(name, tensor, shape, None, like)
     if tensor.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise UserError(f"{name} is {tensor.dtype}: codes are torch.float8_e4m3fn, or the same bits in torch.uint8.")
-    return _aligned(tensor.detach().view(torch.uint8))
+    return aligned(tensor.detach().view(torch.uint8))
 
 
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor that begins at a multiple of 16 bytes: itself, or a copy."""
     import torch
 
@@ -347,7 +347,7 @@ def _of_requests(ends: Any, b: int, s: int) -> Any:
     return ends.view(b, s) if isinstance(ends, torch.Tensor) and ends.shape == (b * s,) else ends
 
 
-def _cache(name: str, cache: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def index_cache_of(name: str, cache: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """An index cache as kernels take it."""
     import torch
 

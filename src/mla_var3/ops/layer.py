@@ -168,7 +168,7 @@ def rope_append(
             raise UserError(f"layout {layout} has no rope columns: latent_append writes such a cache.")
         if made.columns != k + p:
             raise UserError(f"latent and rope have {k + p} columns: tokens of layout {layout} have {made.columns}.")
-        parts = _packed(made, kv_cache, cache_scale, q)
+        parts = cache_parts(made, kv_cache, cache_scale, q)
     q, latent, table = (
         require_contiguous(name, x) for name, x in (("q", q), ("latent", latent), ("table", table))
     )  # fmt: skip
@@ -225,7 +225,7 @@ def latent_append(
         raise UserError(f"layout {layout} has rope columns: rope_append turns them and writes such a cache.")
     if made.columns != columns:
         raise UserError(f"latent has {columns} columns: tokens of layout {layout} have {made.columns}.")
-    parts = _packed(made, kv_cache, cache_scale, latent)
+    parts = cache_parts(made, kv_cache, cache_scale, latent)
     rows = rows_of(latent)
     problem = _latents(
         max(n, 1), max(rows.stride(0) - columns, 0) if n > 1 else 0, kv_cache.shape[1],
@@ -237,7 +237,7 @@ def latent_append(
     serve("latent_append", problem, inputs, (nobodys, *parts), kernel, on, first="latent")
 
 
-def _packed(
+def cache_parts(
     layout: Layout, kv_cache: torch.Tensor, scale: torch.Tensor | None, like: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """Codes, scales and plain columns of a packed cache, on the device of another tensor."""

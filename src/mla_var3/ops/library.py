@@ -13,6 +13,7 @@
     torch.ops.mla_var3.rope_append        writes into the caller's out and kv_cache
     torch.ops.mla_var3.latent_append      writes into the caller's kv_cache
     torch.ops.mla_var3.index_append       writes into the caller's cache
+    torch.ops.mla_var3.indexed_append     writes into the caller's out, kv_cache and index_cache
     torch.ops.mla_var3.absorb_gemm        out as a new tensor
     torch.ops.mla_var3.absorb_gemm_into   writes into the caller's out
     torch.ops.mla_var3.merge_partials     (out, lse) as new tensors
@@ -40,6 +41,7 @@ from mla_var3.ops import flash_mla
 from mla_var3.ops.chunk_prefill import mla_chunk_prefill
 from mla_var3.ops.context_parallel import merge_partials
 from mla_var3.ops.decode import LATENT, mla_decode
+from mla_var3.ops.indexed import indexed_append
 from mla_var3.ops.indexer import index_append, indexer_logits, indexer_topk, topk_indices
 from mla_var3.ops.layer import absorb_gemm, latent_append, require_side, rmsnorm, rope_append
 from mla_var3.ops.prefill import mla_prefill, require_no_gradient
@@ -108,6 +110,12 @@ SCHEMAS = {
     "index_append": (
         "index_append(Tensor k, Tensor weight, Tensor bias, Tensor positions, Tensor slots, Tensor table, "
         "Tensor(a!) cache, *, bool interleaved=False, bool powers=True, str? version=None) -> ()"
+    ),
+    "indexed_append": (
+        "indexed_append(Tensor q, Tensor latent, Tensor rope, Tensor k, Tensor weight, Tensor bias, Tensor positions, "
+        "Tensor slots, Tensor table, *, bool interleaved=True, bool interleaved_keys=False, bool powers=True, "
+        "bool powers_of_keys=True, str? version=None, Tensor(a!) out, Tensor(b!) kv_cache, Tensor(c!) index_cache) "
+        "-> ()"
     ),
     "absorb_gemm": f"absorb_gemm({_PRODUCT}) -> Tensor",
     "absorb_gemm_into": f"absorb_gemm_into({_PRODUCT}, Tensor(a!) target) -> ()",
@@ -226,6 +234,7 @@ through.update(
     rope_append=functools.partial(_call, "rope_append"),
     latent_append=functools.partial(_call, "latent_append"),
     index_append=functools.partial(_call, "index_append"),
+    indexed_append=functools.partial(_call, "indexed_append"),
     absorb_gemm=_call_absorb_gemm,
     merge_partials=functools.partial(_call, "merge_partials"),
     indexer_logits=functools.partial(_call, "indexer_logits"),
@@ -424,6 +433,7 @@ def register() -> None:
         "rope_append": (_of(rope_append), _fake_into),
         "latent_append": (_of(latent_append), _fake_into),
         "index_append": (_of(index_append), _fake_into),
+        "indexed_append": (_of(indexed_append), _fake_into),
         "absorb_gemm": (_absorb_gemm, _fake_absorb_gemm),
         "absorb_gemm_into": (_absorb_gemm_into, _fake_into),
         "merge_partials": (_merge_partials, _fake_merge_partials),

@@ -201,21 +201,8 @@ def make_inputs(
     positions = torch.randint(problem.positions, (n,), device=device, generator=generator)
     if dist == "ends":
         positions = torch.where(positions % 2 == 0, 0, problem.positions - 1)
-    weight = 1.0 + 0.25 * torch.randn(D, device=device, generator=generator)
-    bias = 0.1 * torch.randn(D, device=device, generator=generator)
-    if dist == "equal":
-        bias[:ROPE] = 0.0
-    k = torch.full((n, D + problem.rest), math.nan, dtype=torch.bfloat16, device=device)[:, :D]
-    wrong = torch.ones(n, dtype=torch.bool, device=device)
-    while bool(wrong.any()):
-        drawn = torch.randn((n, D), device=device, generator=generator) * _FACTORS.get(dist, 1.0)
-        drawn = drawn[:, :1].expand(n, D) if dist == "equal" else drawn
-        k[wrong] = drawn.bfloat16()[wrong]
-        # Rows of one value are the bias, whose own bits decide: they are as they are.
-        wrong = wrong & (keys_of(problem, k, weight, bias, positions, table)[1] & (dist != "equal"))
+    k, weight, bias = _drawn(problem, positions, table, generator, dist)
     if dist == "odd":
-        values = torch.tensor([math.nan, math.inf, -math.inf, -math.nan], device=device).bfloat16()
-        k[::3, 77] = values[torch.arange(len(k[::3]), device=device) % 4]
         positions[1::3] = torch.where(positions[1::3] % 2 == 0, -1, problem.positions)
     slots = torch.randperm(problem.pages * PAGE, device=device, generator=generator)[:n]
     if dist == "skipped":
@@ -226,6 +213,37 @@ def make_inputs(
         slots[::2] += problem.pages * PAGE
         slots[::4] = torch.iinfo(index).max
     return k, weight, bias, positions.to(index), slots.to(index), table
+
+
+def drawn(problem: IndexAppendProblem, positions: Any, table: Any, *, seed: int, dist: str) -> tuple[Any, Any, Any]:
+    """Random (k, weight, bias) of tokens whose positions are there."""
+    import torch
+
+    generator = torch.Generator(device=table.device)
+    generator.manual_seed(seed)
+    return _drawn(problem, positions, table, generator, dist)
+
+
+def _drawn(problem: IndexAppendProblem, positions: Any, table: Any, generator: Any, dist: str) -> tuple[Any, Any, Any]:
+    import torch
+
+    n, device = problem.tokens, table.device
+    weight = 1.0 + 0.25 * torch.randn(D, device=device, generator=generator)
+    bias = 0.1 * torch.randn(D, device=device, generator=generator)
+    if dist == "equal":
+        bias[:ROPE] = 0.0
+    k = torch.full((n, D + problem.rest), math.nan, dtype=torch.bfloat16, device=device)[:, :D]
+    wrong = torch.ones(n, dtype=torch.bool, device=device)
+    while bool(wrong.any()):
+        values = torch.randn((n, D), device=device, generator=generator) * _FACTORS.get(dist, 1.0)
+        values = values[:, :1].expand(n, D) if dist == "equal" else values
+        k[wrong] = values.bfloat16()[wrong]
+        # Rows of one value are the bias, whose own bits decide: they are as they are.
+        wrong = wrong & (keys_of(problem, k, weight, bias, positions, table)[1] & (dist != "equal"))
+    if dist == "odd":
+        odd = torch.tensor([math.nan, math.inf, -math.inf, -math.nan], device=device).bfloat16()
+        k[::3, 77] = odd[torch.arange(len(k[::3]), device=device) % 4]
+    return k, weight, bias
 
 
 def views(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

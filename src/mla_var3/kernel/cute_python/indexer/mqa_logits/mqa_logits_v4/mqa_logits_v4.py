@@ -17,6 +17,8 @@ piece from the ranges in memory (`find_piece`).
 
     load (a warp)   query tile: codes by TMA, weights by cp.async, the tokens' ranges → one of `query_stages`
                     KV tile: codes by TMA, scales by cp.async → one of `stages`
+                    in long calls over pages, with query tiles of at most 64 columns, four warps, each with every
+                    fourth KV tile, whose scales come by a bulk copy
     consumers       each takes every `consumers`-th KV tile of the CTA's piece:
         mma         wait full;  wait for the turn;  S = K · Qᵀ, four products of 32 columns with each part of the query
                     tile;  when all but the last are done, hand the turn on;  wait;  free the stage
@@ -80,6 +82,8 @@ HEADS = (16, 32, 64)
 REGISTERS = {2: (24, 240), 4: (24, 112)}
 PRODUCTS = D // MMA_K  # of a KV tile with a part of a query tile
 MOST_STAGES = 24
+MOST_PRODUCERS = 4  # warps of the producers' warpgroup
+MANY_TOKENS = 1 << 20  # cached, of all requests, from which on calls are long
 PAD = 8  # words behind a token's weights: those of four tokens lie in other banks of shared memory
 EVICT_FIRST = 0x12F0000000000000  # an L2 cache policy, as createpolicy makes it
 INFO = 4  # words in front of a query tile's ranges
@@ -103,7 +107,8 @@ class Geometry:
     """What the code is specialised on. h: heads. s: query tokens of a request, 0 in prefill. tokens: of a query tile.
     consumers: warpgroups that multiply. query_parts: of a query tile, each with products of its own. turns: whether
     consumers take turns with their products. beyond: a query token with as many keys in range, or fewer, gets no
-    logits."""
+    logits. producers: warps that load KV tiles, each every so many-th stage; where they are several, the scales of a
+    page come by one bulk copy."""
 
     h: int
     s: int
@@ -112,6 +117,12 @@ class Geometry:
     query_parts: int
     turns: bool
     beyond: int = 0
+    producers: int = 1
+
+    @property
+    def bulk(self) -> bool:
+        """Whether the scales of a page come by one bulk copy."""
+        return self.producers > 1
 
     @property
     def n(self) -> int:
@@ -160,7 +171,7 @@ class Geometry:
     def stages(self) -> int:
         """KV tiles in shared memory."""
         most = Device.assumed().smem_per_block - self.fixed_bytes
-        return min(most // (KEYS * (D + 4)), MOST_STAGES)
+        return min(most // (KEYS * (D + 4)), MOST_STAGES) // self.producers * self.producers
 
     @property
     def together(self) -> int:
@@ -408,8 +419,10 @@ def copy_async(source: cute.Pointer, target: cute.Pointer, count: cutlass.Conste
 
 
 @cute.jit
-def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geometry: cutlass.Constexpr):
-    """What the producer warp does."""
+def load(
+    inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, me: Int32, geometry: cutlass.Constexpr
+):  # fmt: skip
+    """What a producer warp does; the first one loads the query tiles too."""
     query_full, query_empty = storage.query_full.data_ptr(), storage.query_empty.data_ptr()
     box = (geometry.run, geometry.together, geometry.h // geometry.run, D)
     places = query_box(geometry, (geometry.groups, geometry.query_stages))
@@ -438,51 +451,53 @@ def load(inputs: cutlass.Constexpr, storage: cutlass.Constexpr, lane: Int32, geo
         first, skipped = first + before, Int32(0)
         left = left - points
         if count > 0:
-            cute.arch.mbarrier_wait(query_empty + query_stage, query_phase ^ 1)
-            cute.arch.sync_warp()
-            row, _ = row_of(inputs, unit, 0, geometry)
-            if lane < geometry.tokens:
-                info[INFO + lane, query_stage] = start
-                info[INFO + geometry.tokens + lane, query_stage] = end
-            if lane == 0:
-                info[FIRST_KEY, query_stage] = first * KEYS
-                info[TILES, query_stage] = count
-                info[ROW, query_stage] = row
-            last = inputs.weights.shape[0] - 1
-            place = weights + query_stage * geometry.tokens * geometry.pitch
-            for i in cutlass.range_constexpr(-(-geometry.n // (4 * WARP))):
-                column = (i * WARP + lane) * 4
-                if column < geometry.n:
-                    token, head = column // geometry.h, column % geometry.h
-                    source = inputs.weights.iterator + (Int64(cutlass.min(row + token, last)) * geometry.h + head)
-                    copy_async(source, place + token * geometry.pitch + head, 4)
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(query_full + query_stage, geometry.n * D)
-            # Past the last token are zeros; where a request's tokens do not fill its last tile, those of the next
-            # request are read. Nothing of either is stored.
-            from_row = cute.domain_offset((0, row, 0, 0), inputs.query)
-            boxes = cute.group_modes(cute.flat_divide(from_row, box), 0, 4)
-            query_places, boxes = cpasync.tma_partition(inputs.query_tma, 0, cute.make_layout(1), held, boxes)
-            for i in cutlass.range_constexpr(geometry.groups):
-                cute.copy(
-                    inputs.query_tma, boxes[None, 0, i, 0, 0], query_places[None, i, query_stage],
-                    tma_bar_ptr=query_full + query_stage,
-                )  # fmt: skip
-            cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
+            if me == 0 if cutlass.const_expr(geometry.producers > 1) else True:
+                cute.arch.mbarrier_wait(query_empty + query_stage, query_phase ^ 1)
+                cute.arch.sync_warp()
+                row, _ = row_of(inputs, unit, 0, geometry)
+                if lane < geometry.tokens:
+                    info[INFO + lane, query_stage] = start
+                    info[INFO + geometry.tokens + lane, query_stage] = end
+                if lane == 0:
+                    info[FIRST_KEY, query_stage] = first * KEYS
+                    info[TILES, query_stage] = count
+                    info[ROW, query_stage] = row
+                last = inputs.weights.shape[0] - 1
+                place = weights + query_stage * geometry.tokens * geometry.pitch
+                for i in cutlass.range_constexpr(-(-geometry.n // (4 * WARP))):
+                    column = (i * WARP + lane) * 4
+                    if column < geometry.n:
+                        token, head = column // geometry.h, column % geometry.h
+                        source = inputs.weights.iterator + (Int64(cutlass.min(row + token, last)) * geometry.h + head)
+                        copy_async(source, place + token * geometry.pitch + head, 4)
+                cute.arch.sync_warp()
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive_and_expect_tx(query_full + query_stage, geometry.n * D)
+                # Past the last token are zeros; where a request's tokens do not fill its last tile, those of the next
+                # request are read. Nothing of either is stored.
+                from_row = cute.domain_offset((0, row, 0, 0), inputs.query)
+                boxes = cute.group_modes(cute.flat_divide(from_row, box), 0, 4)
+                query_places, boxes = cpasync.tma_partition(inputs.query_tma, 0, cute.make_layout(1), held, boxes)
+                for i in cutlass.range_constexpr(geometry.groups):
+                    cute.copy(
+                        inputs.query_tma, boxes[None, 0, i, 0, 0], query_places[None, i, query_stage],
+                        tma_bar_ptr=query_full + query_stage,
+                    )  # fmt: skip
+                cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
             query_stage, query_phase = next_stage(query_stage, query_phase, 1, geometry.query_stages)
-            stage, phase = load_keys(inputs, storage, keys, unit, first, count, stage, phase, lane, geometry)
+            stage, phase = load_keys(inputs, storage, keys, unit, first, count, stage, phase, lane, me, geometry)
         unit = unit + 1
     # No tiles: the end.
-    cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.mbarrier_wait(query_empty + query_stage, query_phase ^ 1)
-    cute.arch.sync_warp()
-    if lane == 0:
-        info[TILES, query_stage] = 0
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(query_full + query_stage)
-    cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
+    if me == 0 if cutlass.const_expr(geometry.producers > 1) else True:
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.mbarrier_wait(query_empty + query_stage, query_phase ^ 1)
+        cute.arch.sync_warp()
+        if lane == 0:
+            info[TILES, query_stage] = 0
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(query_full + query_stage)
+        cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
 
 
 @cute.jit
@@ -496,25 +511,37 @@ def load_keys(
     stage: Int32,
     phase: Int32,
     lane: Int32,
+    me: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """KV tiles first .. first + count - 1 of a unit; gives the next one's (stage, phase)."""
+    """KV tiles first .. first + count - 1 of a unit, of which a producer loads those of its own stages; gives the next
+    one's (stage, phase)."""
     full, empty, scales = storage.full.data_ptr(), storage.empty.data_ptr(), storage.scales.data_ptr()
     boxes, places = keys
-    pages, request = Int32(0), Int32(0)
+    producers = cutlass.const_expr(geometry.producers)
+    pages, request, skip, own = Int32(0), Int32(0), Int32(0), count
+    end_stage, end_phase = stage, phase
+    if cutlass.const_expr(producers > 1):
+        skip = (me - stage) & (producers - 1)
+        own = cutlass.max(count - skip + (producers - 1), 0) // producers
+        moved = stage + count % geometry.stages
+        wrapped = Int32(moved >= geometry.stages)
+        end_stage = moved - wrapped * geometry.stages
+        end_phase = phase ^ ((count // geometry.stages + wrapped) & 1)
+        stage, phase = next_stage(stage, phase, skip, geometry.stages)
     if cutlass.const_expr(inputs.table is not None):
         request = unit // geometry.chunks
-    for i in cutlass.range(count, unroll=1):
-        tile = first + i
+    for i in cutlass.range(own, unroll=1):
+        tile = first + skip + i * producers
         if cutlass.const_expr(inputs.table is not None):
             if i % WARP == 0:
                 # Of the next 32 tiles; entries behind the unit's last one are not read.
-                pages = inputs.table[request, cutlass.min(tile + lane, first + count - 1)]
+                pages = inputs.table[request, cutlass.min(tile + lane * producers, first + count - 1)]
             page = cute.arch.shuffle_sync(pages, i % WARP)
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, KEYS * D)
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, KEYS * (D + (4 if geometry.bulk else 0)))
         if cutlass.const_expr(inputs.table is not None):
             if cutlass.const_expr(geometry.evicts):
                 cute.copy(
@@ -525,16 +552,29 @@ def load_keys(
                 cute.copy(inputs.key_tma, boxes[None, 0, 0, page], places[None, stage], tma_bar_ptr=full + stage)
         else:
             cute.copy(inputs.key_tma, boxes[None, tile, 0], places[None, stage], tma_bar_ptr=full + stage)
-        for half in cutlass.range_constexpr(KEYS // WARP):
-            row = half * WARP + lane
-            if cutlass.const_expr(inputs.table is not None):
-                source = inputs.scales[None, page].iterator + row
-            else:
-                # What stands for keys past the last one is never stored.
-                source = inputs.scales.iterator + cutlass.min(tile * KEYS + row, inputs.scales.shape[0] - 1)
-            copy_async(source, scales + stage * KEYS + row, 1)
-        cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
-        stage, phase = next_stage(stage, phase, 1, geometry.stages)
+        if cutlass.const_expr(geometry.bulk):
+            with cute.arch.elect_one():
+                cute.arch.inline_ptx(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, "
+                    "[{$r3}];",
+                    read_only_args=[
+                        (scales + stage * KEYS).toint(), inputs.scales[None, page].iterator.toint(), Int32(KEYS * 4),
+                        (full + stage).toint(),
+                    ],
+                )  # fmt: skip
+        else:
+            for half in cutlass.range_constexpr(KEYS // WARP):
+                row = half * WARP + lane
+                if cutlass.const_expr(inputs.table is not None):
+                    source = inputs.scales[None, page].iterator + row
+                else:
+                    # What stands for keys past the last one is never stored.
+                    source = inputs.scales.iterator + cutlass.min(tile * KEYS + row, inputs.scales.shape[0] - 1)
+                copy_async(source, scales + stage * KEYS + row, 1)
+            cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
+        stage, phase = next_stage(stage, phase, producers, geometry.stages)
+    if cutlass.const_expr(producers > 1):
+        stage, phase = end_stage, end_phase
     return stage, phase
 
 
@@ -786,7 +826,7 @@ def mqa_logits_v4(
         cpasync.prefetch_descriptor(inputs.key_tma)
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(geometry.stages):
-                cute.arch.mbarrier_init(storage.full.data_ptr() + i, 1 + WARP)
+                cute.arch.mbarrier_init(storage.full.data_ptr() + i, 1 if geometry.bulk else 1 + WARP)
                 cute.arch.mbarrier_init(storage.empty.data_ptr() + i, WARPGROUP // WARP)
             for i in cutlass.range_constexpr(geometry.query_stages):
                 cute.arch.mbarrier_init(storage.query_full.data_ptr() + i, 1 + WARP)
@@ -803,8 +843,9 @@ def mqa_logits_v4(
     find_piece(inputs, storage, units, thread, geometry)
     if warp >= geometry.consumers * (WARPGROUP // WARP):
         cute.arch.setmaxregister_decrease(REGISTERS[geometry.consumers][0])
-        if warp == geometry.consumers * (WARPGROUP // WARP):
-            load(inputs, storage, thread % WARP, geometry)
+        producer = warp - geometry.consumers * (WARPGROUP // WARP)
+        if producer < geometry.producers if cutlass.const_expr(geometry.producers > 1) else producer == 0:
+            load(inputs, storage, thread % WARP, producer, geometry)
     else:
         cute.arch.setmaxregister_increase(REGISTERS[geometry.consumers][1])
         me = cute.arch.make_warp_uniform(thread // WARPGROUP)
@@ -876,7 +917,8 @@ class MqaLogitsV4Tiling(Tiling):
     multiply, 2 or 4; 0: a choice. query_parts: in which a query tile is multiplied, 1 or 2; 0: a choice. turns: whether
     consumers take turns where there is one part of more than 128 columns and logits are float32. ctas: of the grid; 0:
     one for each multiprocessor. beyond: a query token with as many keys in range, or fewer, gets no logits; a top-k of
-    as many chooses all of them."""
+    as many chooses all of them. producers: warps that load KV tiles, 1, or 4 over pages; 0: 4 where a query tile over
+    pages has at most 64 columns, else 1."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 
@@ -886,6 +928,7 @@ class MqaLogitsV4Tiling(Tiling):
     turns: bool = True
     ctas: int = 0
     beyond: int = 0
+    producers: int = 1
 
     def geometry(self, pd: IndexerLogitsProblem) -> Geometry:
         """What the code is made for, with everything chosen."""
@@ -899,13 +942,17 @@ class MqaLogitsV4Tiling(Tiling):
         stored = pd.heads == 32 and pd.dtype == "bf16" and not pd.table
         parts = self.query_parts or (2 if n > COLUMNS // 2 and one.groups > 1 and not stored else 1)
         turns = self.turns and parts == 1 and n > COLUMNS // 2 and pd.dtype == "fp32"
-        return replace(one, query_parts=parts, turns=turns, beyond=self.beyond)
+        # Where columns are few, a KV tile's products take less time than one warp takes to load the next.
+        producers = self.producers or (MOST_PRODUCERS if pd.table and n <= COLUMNS // 4 else 1)
+        return replace(one, query_parts=parts, turns=turns, beyond=self.beyond, producers=producers)
 
     def validate(self, pd: IndexerLogitsProblem, device: Device | None = None) -> Verdict:
         if self.consumers not in (0, *REGISTERS):
             return Verdict.no(f"consumers = {self.consumers} must be one of 0, {', '.join(map(str, REGISTERS))}")
         if self.query_parts not in (0, 1, 2):
             return Verdict.no(f"query_parts = {self.query_parts} must be 0, 1 or 2")
+        if self.producers not in (0, 1, MOST_PRODUCERS) or (self.producers > 1 and not pd.table):
+            return Verdict.no(f"producers = {self.producers} must be 0, 1, or over pages {MOST_PRODUCERS}")
         if not (taken := takes(pd)):
             return taken
         geometry = self.geometry(pd)
@@ -939,7 +986,10 @@ class MqaLogitsV4Plan(KernelPlan):
     )
 
     def default_tiling(self) -> MqaLogitsV4Tiling:
-        return MqaLogitsV4Tiling()
+        # Four producer warps pay where calls are long, and cost up to a tenth where they are short.
+        pd, own = self.problem, MqaLogitsV4Tiling()
+        long = pd.table and pd.b * pd.t >= MANY_TOKENS and own.geometry(pd).n <= COLUMNS // 4
+        return replace(own, producers=0) if long else own
 
     def autotune_configs(self) -> list[Tiling]:
         tilings = [

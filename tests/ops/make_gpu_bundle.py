@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "layers"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernel"))
 sys.path.insert(0, str(Path(__file__).parent))

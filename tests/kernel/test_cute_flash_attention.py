@@ -295,6 +295,27 @@ def test_query_tiles_of_heads_that_share_keys() -> None:
         ]  # fmt: skip
 
 
+def test_a_short_query_tile_is_that_of_two_heads() -> None:
+    """Of 300 query tokens the first 128 rows of heads 2i and 2i + 1 are one query tile, of which each CTA has a head.
+    All consumers together have each row of it once, and see what a query token sees; so of the other query tile."""
+    for kernel in KERNELS:
+        module = module_of(kernel)
+        if not hasattr(module, "own_rows"):
+            continue
+        made = on_cpu(module)
+        for geometry, short in ((geometry_of(module, 4, 4), [0, 2]), (geometry_of(module, 3, 3), [0, 1, 2])):
+            (line,) = line_of(module, [(300, 700)], geometry)
+            assert sorted(x.head for x in line if x.rows <= module.SHORT) == short
+            found = []
+            for tile, rank, me in itertools.product(line, range(module.CTAS), range(2)):
+                mine, first = made.own_rows(tile, rank, me, geometry.together), module.block_of(rank, me) * module.HALF
+                for row in range(first, min(first + module.HALF, mine.rows)):
+                    found.append((mine.head, mine.place + row))
+                    assert mine.seen + row == 401 + mine.place + row
+                assert made.kv_tiles(mine, 128, True) == made.kv_tiles(tile, 128, True)
+            assert sorted(found) == [(head, row) for head in range(geometry.h) for row in range(300)]
+
+
 def test_a_few_query_tokens_behind_a_long_prefix_come_first() -> None:
     """Where requests are dealt by the keys that a query token sees in the mean, one of 5 tokens behind 600 comes ahead
     of a prompt of 700."""

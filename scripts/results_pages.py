@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import re
 import sys
@@ -706,6 +707,156 @@ def served() -> str:
     )  # fmt: skip
 
 
+# ------------------------------------------------------------------- kernels for every GPU since Ampere
+#: Experiment -> its record files, of which the newest run of a cell counts.
+PORTABLE: dict[str, tuple[str, ...]] = {
+    "portable": ("h200/2026-11-29-portable.jsonl", "h200/2026-11-29-portable-memory.jsonl"),
+    "portable_sparse": ("h200/2026-11-29-portable_sparse.jsonl", "h200/2026-11-29-portable_sparse-second.jsonl"),
+    "portable_prefill": ("h200/2026-11-29-portable_prefill.jsonl", "h200/2026-11-29-portable_prefill-second.jsonl"),
+}
+#: Experiment -> the kernels that the versions are compared with, by what a table calls them.
+PORTABLE_BESIDE: dict[str, dict[str, str]] = {
+    "portable": {"FlashInfer's fa2": "peer/flashinfer_fa2", "Triton's": "triton/flash_mla"},
+    "portable_sparse": {"Triton's": "triton/sparse_mla", "the version for Hopper": "cute-dsl/sparse_mla_v2"},
+    "portable_prefill": {"version 0": "cute-dsl/flash_attention_mma"},
+}
+#: Shared memory of a CTA, with the device whose tilings were asked for: its rows are in this order.
+MEMORIES = {"227 KB": "h200", "163 KB": "a100", "99 KB": "rtx4090"}
+#: Version and most query rows of a cache -> shared memory -> the knobs of the tiling that is chosen there.
+TILINGS: dict[tuple[str, int], dict[str, dict[str, int]]] = {
+    ("cute-dsl/flash_mla_mma_v1", 16): {
+        "163 KB": {"tile_m": 16, "tile_n": 16, "num_pipeline_stages": 8},
+        "99 KB": {"tile_m": 16, "tile_n": 16, "num_pipeline_stages": 5},
+    },
+    ("cute-dsl/flash_mla_mma_v1", 32): {
+        "163 KB": {"tile_m": 32, "tile_n": 16, "num_pipeline_stages": 7},
+        "99 KB": {"tile_m": 32, "tile_n": 16, "num_pipeline_stages": 4},
+    },
+    ("cute-dsl/flash_mla_mma_v3", 1 << 30): {
+        "163 KB": {"tile_n": 32, "num_pipeline_stages": 3},
+        "99 KB": {"tile_n": 16, "num_pipeline_stages": 3},
+    },
+}
+FEW_ROWS = 32
+PORTABLE_WHAT = {
+    "": (
+        "The designs with products of single warps (`mma.sync`) run on every GPU since Ampere. On Hopper others are "
+        "faster, so nothing here is picked on the H200 that timed it. What A100, RTX and other cards take is not "
+        "known: their tilings ran here, which says what less shared memory costs and nothing of those cards' times. "
+        "All contenders of a row's cell took turns in one process. A ratio above 1 means that the version of the row "
+        "is faster than the kernel that the column names."
+    ),
+    "portable": (
+        "The 17 cells of the page [decode](decode.md) (`experiment=portable`). `cute-dsl/flash_mla_mma_v1` is the "
+        "version for up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more. Each has its own "
+        "tiling on an H200 (227 KB of shared memory for a CTA), and those that the dispatcher takes where a CTA may "
+        "have 163 KB (A100) or 99 KB (RTX 4090, L40S, A40). FlashInfer and Triton's kernel have their own choice of "
+        "tiling in all rows."
+    ),
+    "portable_sparse": (
+        "Decode over packed FP8 caches, by indices and, where `t4096` ends a name, by a page table "
+        "(`experiment=portable_sparse`)."
+    ),
+    "portable_prefill": (
+        "Prompts over decompressed heads (`experiment=portable_prefill`). Version 1 needs the shared memory and the "
+        "registers of Hopper; version 0 is picked on the other GPUs, with other tilings."
+    ),
+}
+
+
+def portable_records(name: str) -> list[Record]:
+    """Of each cell the timed records of its newest run with one of the versions in it."""
+    files = [ROOT / "results" / file for file in PORTABLE[name] if (ROOT / "results" / file).is_file()]
+    runs: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    here = {kernel.label for kernel in registry.all_kernels()}
+    for record in load(files).records:
+        if record.time_us is not None and record.kernel.label in here:
+            runs.setdefault(cell(record.model_dump()), {}).setdefault(record.run, []).append(record)
+    newest: list[Record] = []
+    for found in runs.values():
+        own = {run: some for run, some in found.items() if any("_mma" in r.kernel.design for r in some)}
+        if own:
+            newest += max(own.values(), key=lambda some: max(r.at for r in some))
+    return newest
+
+
+def memory_of(record: Record) -> str | None:
+    """The shared memory that the tiling of a record is chosen for; None for one that is chosen nowhere, as of another
+    version."""
+    rows = workload.problem_from_record(record.problem).rows
+    own = next((of for (name, most), of in TILINGS.items() if name == record.kernel.label and rows <= most), None)
+    if own is None or record.requested in (None, "default", {}):
+        return None if own is None else "227 KB"
+    return next((memory for memory, knobs in own.items() if knobs == record.requested), None)
+
+
+def four_digits(us: float) -> str:
+    return f"{us:.0f}" if us >= 1000 else f"{us:#.4g}"
+
+
+def portable_section(name: str) -> str:
+    """A section of the page: a row for each cell and tiling of a version."""
+    records = portable_records(name)
+    names = cell_names([r.model_dump() for r in records])
+    beside = PORTABLE_BESIDE[name]
+    decode = name == "portable"
+    header = ["cell", *(["shared memory"] if decode else []), "version", "burst (us)", "sustained (us)",
+              "burst, of limit (%)", "sustained, of limit (%)"]  # fmt: skip
+    header += [f"{said} over it, {state} (x)" for said in beside for state in STATES]
+    rows: list[list[str]] = []
+    ratios: dict[tuple[str, str], dict[tuple[str, str], list[float]]] = {}
+    for of, said in names.items():
+        some = [r for r in records if cell(r.model_dump()) == of]
+        others = {word: [r for r in some if r.kernel.label == wanted] for word, wanted in beside.items()}
+        own = [r for r in some if "_mma" in r.kernel.design]
+        memories = {r.id: memory for r in own if (memory := memory_of(r) if decode else "") is not None}
+        own = [r for memory in (MEMORIES if decode else [""]) for r in own if memories.get(r.id) == memory]
+        for place, record in enumerate(own):
+            problem, memory = workload.problem_from_record(record.problem), memories[record.id]
+            us = [four_digits(record.median(state) or 0.0) for state in STATES]
+            shares = [f"{100 * share:.1f}" if (share := record.of_limit(state)) else "-" for state in STATES]
+            row = ["" if place else said, *([memory] if decode else []), record.kernel.label, *us, *shares]
+            for word, them in others.items():
+                for state in STATES:
+                    other = next((r for r in them if r.id != record.id), None)
+                    ratio = None if other is None else record.speedup(other, state)
+                    row.append(as_ratio(ratio))
+                    if decode and ratio is not None:
+                        group = "up to 32" if problem.rows <= FEW_ROWS else "64 and more"
+                        ratios.setdefault((memory, group), {}).setdefault((word, state), []).append(ratio)
+            rows.append(row)
+    text = f"{PORTABLE_WHAT[name]}\n\n"
+    if decode:
+        columns = [(word, state) for word in beside for state in STATES]
+        head = ["shared memory", "query rows", "cells", *(f"{word} over it, {state} (x)" for word, state in columns)]
+        lines = []
+        for memory, group in itertools.product(MEMORIES, ("up to 32", "64 and more")):
+            of_group = ratios.get((memory, group), {})
+            spans = [
+                f"{as_ratio(min(found))} to {as_ratio(max(found))}" if (found := of_group.get(column)) else "-"
+                for column in columns
+            ]
+            if of_group:
+                lines.append([memory, group, str(max(map(len, of_group.values()))), *spans])
+        text += f"Least and largest ratio over the cells:\n\n{grid(head, lines)}\n\nAll rows:\n\n"
+    commits = sorted({r.source.commit[:7] for r in records if r.source.commit})
+    files = _listed([f"`results/{file}`" for file in PORTABLE[name] if (ROOT / "results" / file).is_file()])
+    return (
+        f"{text}{grid(header, rows)}\n\nThe records are in {files}, measured with the code at commit "
+        f"{_listed(commits)}.\n"
+    )
+
+
+def portable() -> str:
+    """The text of the page about kernels for every GPU since Ampere."""
+    method = f"Measured on an {Device.get(MAIN).name}; {DENSE}, where a section says nothing else. {CELLS} {METHOD}"
+    return (
+        f"{HEAD}\n# Kernels for every GPU since Ampere\n\n{PORTABLE_WHAT['']}\n\n{method}\n\n## Decode\n\n"
+        f"{portable_section('portable')}\n## Sparse decode and packed caches\n\n{portable_section('portable_sparse')}"
+        f"\n## Prompts\n\n{portable_section('portable_prefill')}"
+    )
+
+
 def index() -> str:
     """The text of docs/results/README.md."""
     rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, what in WHAT.items())
@@ -724,6 +875,8 @@ def index() -> str:
     return (
         f"{HEAD}\n# Results\n\nEach page is made from record files in `results/`, which it names, and a test makes it "
         f"again and compares.\n\n{method}\n\n{rows}{others}{several}"
+        "- [Kernels for every GPU since Ampere](portable.md): decode, sparse decode and prompts by products of single "
+        "warps, with the tilings of A100 and RTX cards as well.\n"
         "- [Board of dates](board.md): A row a date, a column a workload, against the fastest library.\n"
         "- [vLLM](serve_vllm.md): vLLM 0.25.1 with its own backends and with `MLA_VAR3`: logits, tokens a second, and "
         "time of kernels (`examples/serve_vllm.py`).\n"
@@ -735,7 +888,7 @@ def pages() -> dict[str, str]:
     of_experiments = {f"{name}.md": page(name) for name in WHAT}
     further = {f"{name}.md": device_page(name) for name in OTHERS}
     several = {f"{name}-several.md": gpus_page(name) for name in OVER_GPUS}
-    single = {"README.md": index(), "board.md": board(), "serve_vllm.md": served()}
+    single = {"README.md": index(), "board.md": board(), "portable.md": portable(), "serve_vllm.md": served()}
     return {**single, **of_experiments, **further, **several}
 
 

@@ -39,6 +39,7 @@ ASIDE = {
     "host_cost": "times few calls, for what launches cost the host",
     "nightly": "takes few samples, for the board of dates",
     "one_turn": "gives each contender one hot turn, so that their order decides",
+    "portable": "times versions for other GPUs, with tilings for these, on a GPU that has faster ones",
     "sparse_sub": "takes few samples of a form of a version that was given up",
 }
 

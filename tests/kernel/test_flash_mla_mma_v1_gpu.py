@@ -23,6 +23,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"h": 128}, {"tile_m": 64, "tile_n": 16}),
     ({"h": 128}, {"tile_m": 32, "tile_n": 16, "num_pipeline_stages": 4}),
     ({"h": 16}, {"tile_m": 32, "tile_n": 16, "num_pipeline_stages": 4}),
+    ({"h": 16}, {"tile_m": 16, "tile_n": 16, "num_pipeline_stages": 5}),
+    ({"h": 5, "s": 3, "causal": True, "page": 5, "dtype": "fp16"}, {"tile_m": 16, "tile_n": 16}),
     ({"h": 128}, {"tile_m": 32, "tile_n": 32}),
     ({"h": 128}, {"split_tokens": 256}),
     ({"h": 16, "s": 2, "causal": True}, {}),
@@ -44,7 +46,7 @@ def test_right_on_the_cases_that_break_kernels(fields: dict[str, Any], knobs: di
     assert len(right(planned(KERNEL, MlaProblem(**{"t": LENGTHS, **fields}), **knobs))) >= 10
 
 
-@pytest.mark.parametrize(("fields", "knobs"), CASES[:14], ids=str)
+@pytest.mark.parametrize(("fields", "knobs"), CASES[:16], ids=str)
 def test_the_same_bits_in_every_call(fields: dict[str, Any], knobs: dict[str, Any]) -> None:
     """Many short requests: splits follow each other in every CTA, and a stage that is filled too early would show."""
     problem = MlaProblem(**{**fields, "t": [(97 * i) % 900 for i in range(600)]})

@@ -5,6 +5,8 @@
     compute-sanitizer --tool synccheck python3 tests/ops/sanitizer_case.py --bundle DIR 'cute-dsl/*'
     compute-sanitizer python3 tests/ops/sanitizer_case.py --experiment sanitizer_sparse cute-dsl/sparse_mla_v2
     compute-sanitizer python3 tests/ops/sanitizer_case.py --experiment sanitizer_prefill 'cute-dsl/flash_attention*'
+    compute-sanitizer python3 tests/ops/sanitizer_case.py --experiment sanitizer_portable --tiling tile_n=16 \
+        cute-dsl/flash_mla_mma_v3
 
 The cells are those of experiment=sanitizer, or of another one, of which a bundle can be made: `mla-var3 compile
 'cute-dsl/*' --device h200 --experiment sanitizer --bundle DIR`. Inputs are made and results judged on the
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import inspect
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -56,12 +57,14 @@ def in_pieces(plan_type: Any, problem: Any, device: Any, given: Sequence[Any]) -
         chunks.PIECE_BYTES = whole
 
 
-def cases(patterns: Sequence[str], fixed: bool, ops: bool, experiment: str) -> Iterator[tuple[str, Any, Any]]:
-    """(name, problem, function of GPU inputs that returns what `ways` does)."""
+def cases(
+    patterns: Sequence[str], fixed: bool, ops: bool, experiment: str, asked: dict[str, Any]
+) -> Iterator[tuple[str, Any, Any]]:
+    """(name, problem, function of GPU inputs that returns what `ways` does). asked: knobs over the default tiling."""
     from ops_gpu import decode
 
     from mla_var3.catalogue import registry
-    from mla_var3.cli.arguments import experiment_cells
+    from mla_var3.cli.arguments import experiment_cells, tiling_of
     from mla_var3.device import Device
     from mla_var3.lab.sweep.plan import select_kernels
     from mla_var3.workload.decode import MlaProblem
@@ -75,8 +78,11 @@ def cases(patterns: Sequence[str], fixed: bool, ops: bool, experiment: str) -> I
             if reason:
                 print(f"{kernel.label}: skipped: {reason}")
                 continue
-            plan = registry.get_plan(kernel)(problem, None, device)
-            verdict = plan.supported()
+            of = registry.get_plan(kernel)
+            if of.workload.name != problem.workload:
+                continue  # the experiment has cells of several workloads
+            plan = of(problem, tiling_of(of, problem, device, asked) if asked else None, device)
+            verdict = plan.supported() and plan.feasible()
             if not verdict:
                 print(f"{kernel.label} {problem.label}: skipped: {verdict.reason}")
                 continue
@@ -97,6 +103,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kernels", nargs="*", help="language/design[_vN]; * and ? are wildcards")
     parser.add_argument("--experiment", default="sanitizer", help="whose cells (sanitizer)")
+    parser.add_argument("--tiling", metavar="K=V,...", default="", help="knobs that differ from the default tiling")
     parser.add_argument("--bundle", type=Path, help="compiled kernels, where the compiler is missing")
     parser.add_argument("--fixed", action="store_true", help="also the fixed-split mode")
     parser.add_argument("--ops", action="store_true", help="also what mla_decode picks")
@@ -109,15 +116,17 @@ def main(words: Sequence[str] | None = None) -> int:
 
     from mla_var3 import workload
     from mla_var3.check.judge import compare
+    from mla_var3.cli.arguments import tiling_fields
     from mla_var3.workload import decode
 
     wrong = count = 0
-    for name, problem, run in cases(args.kernels, args.fixed, args.ops, args.experiment):
+    asked = tiling_fields(args.tiling)
+    for name, problem, run in cases(args.kernels, args.fixed, args.ops, args.experiment, asked):
         of = workload.get(problem.workload)
-        # Of decode, bounds for rows of few tokens; else those of the inputs that a workload draws unless it is told.
-        drawn = inspect.signature(of.make_inputs).parameters.get("dist")
-        bounds = decode.DOMINATED if of is decode.WORKLOAD else of.bounds(drawn.default if drawn else "flashmla")
-        given = of.make_inputs(problem, "cpu", seed=5)
+        bounds = decode.DOMINATED if of is decode.WORKLOAD else of.bounds("flashmla")
+        # Prompts are drawn from N(0, 1) unless told otherwise, which is not what the bounds are for.
+        options = {"dist": "flashmla"} if problem.workload in ("prefill", "chunked_prefill") else {}
+        given = of.make_inputs(problem, "cpu", seed=5, **options)
         reference = of.reference(problem, *given)
         for way, found in run(tuple(x.cuda() for x in given)):
             torch.cuda.synchronize()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,56 @@ def test_calls_of_other_lengths_are_launched_without_being_judged(
         right(problem, inputs, (into, lse))
         assert torch.equal(into, out)
     assert function.calls == 1 + 3 * 3
+
+
+def test_offsets_in_int64_are_narrowed_and_looked_up(
+    compiled: dict[str, Compiled], unjudged: Callable[[], None]
+) -> None:
+    engine = CpuEngine()
+    q, k, v, a, b = make_inputs(PROBLEM, seed=1)
+    mla_prefill(q, k, v, a, b, on=engine)
+    unjudged()
+    right(PROBLEM, (q, k, v, a, b), mla_prefill(q, k, v, a.long(), b.long(), return_lse=True, on=engine))
+    ends = a.long()
+    ends[-1] = 2**32 + len(q)  # no int32: it becomes the nearest of those that there may be
+    right(PROBLEM, (q, k, v, a, b), mla_prefill(q, k, v, ends, b.long(), return_lse=True, on=engine))
+
+
+def test_an_lse_that_nobody_asked_for_lies_in_memory_of_the_kernel(
+    compiled: dict[str, Compiled], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of all lengths write the same memory; one that is too large for it gets its own, as does one that is
+    returned."""
+    monkeypatch.setattr(engine_module, "MOST_SPARE", 4 * 2 * 64)
+    engine = CpuEngine()
+    for tokens in (5, 64, 30, 65):
+        inputs = make_inputs(PROBLEM.replace(b=1, lengths=((tokens, tokens),)), seed=1)
+        for _ in range(2):
+            mla_prefill(*inputs, on=engine)
+    (bound,) = engine._kept.values()
+    found = [x.spare for x in engine._remembered.values() if x.new_out is not None]
+    assert bound.spare is not None and bound.spare.numel() == 2 * 64
+    assert [None if x is None else tuple(x.shape) for x in found] == [(2, 5), (2, 64), (2, 30), None]
+    assert found[1].data_ptr() == found[2].data_ptr() == bound.spare.data_ptr()
+    inputs = make_inputs(PROBLEM.replace(b=1, lengths=((30, 30),)), seed=1)
+    _, lse = mla_prefill(*inputs, return_lse=True, on=engine)
+    assert lse.data_ptr() != found[2].data_ptr()
+
+
+def test_what_cuda_is_asked_before_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another device than the current one, or a capture, takes the long way; the default stream is never captured."""
+    device, stream, capturing = 0, 0, True
+    asked = SimpleNamespace(
+        _cuda_getDevice=lambda: device, _cuda_getCurrentRawStream=lambda index: stream + index,
+        _cuda_isCurrentStreamCapturing=lambda: capturing,
+    )  # fmt: skip
+    monkeypatch.setattr(engine_module, "_bindings", lambda: asked)
+    engine = engine_module.Engine()
+    assert engine.plain_stream(0) == 0 and engine.plain_stream(1) is None
+    stream = 7
+    assert engine.plain_stream(0) is None
+    capturing = False
+    assert engine.plain_stream(0) == 7
 
 
 def test_keys_with_gaps_are_remembered_by_their_strides(

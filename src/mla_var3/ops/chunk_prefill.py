@@ -143,17 +143,15 @@ def decompressed(
     n, h, columns = q.shape
     cut = list(chunks.pieces(prefix_tokens, n, (columns + v) * h * q.element_size()))
     room = max(piece.rows for piece in cut)
-    latents, keys, values = (q.new_empty((room, *rest)) for rest in ((k,), (h, columns), (h, v)))
+    made = [q.new_empty((room, *rest)) for rest in ((k,), (h, columns), (h, v))]
     of_k = of_q.new_empty(len(table) + 1)
     total: Part | None = None
     free: Part | None = None  # where the next merge writes
     for piece in cut:
-        rows = slice(piece.rows)
-        chunks.gather(cache, table, lens, of_q, piece, latents[rows], keys[rows], of_k)
-        project(latents[rows], keys[rows], values[rows])
-        found = mla_prefill(
-            q, keys[rows], values[rows], of_q, of_k, scale=scale, causal=piece.own, return_lse=True
-        )  # fmt: skip
+        latents, keys, values = made if piece.rows == room else [x[: piece.rows] for x in made]
+        chunks.gather(cache, table, lens, of_q, piece, latents, keys, of_k)
+        project(latents, keys, values)
+        found = mla_prefill(q, keys, values, of_q, of_k, scale=scale, causal=piece.own, return_lse=True)
         assert isinstance(found, tuple)
         if total is None:
             total = found

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 MOST_KERNELS = 64
 MOST_SIGNATURES = 4096  # of remembered calls
 MOST_BYTES = 2 << 30  # of workspaces, over all kernels
+MOST_SPARE = 1 << 24  # bytes of a kernel's memory for outputs that nobody asked for
 #: Bytes of workspaces of a kernel that serves any sizes: counters, and partials as far as there is room for them, but
 #: nothing that grows with a problem.
 MOST_OF_ANY_SIZE = 1 << 25
@@ -115,12 +116,16 @@ def _called(compiled: CompiledKernel, *arguments: Any) -> None:
 
 @dataclass
 class Remembered:
-    """A launch that calls of one signature share: launch(*inputs, *outputs), on the stream of the signature. facts:
-    what the function that remembers it wants to know again. spare: memory that calls write and nobody reads."""
+    """A launch that calls of one signature share: handle(*inputs, *outputs, *rest), on the stream of the signature.
+    facts: what the function that remembers it wants to know again. Of calls with equal shapes also new_out and new_lse,
+    functions that make outputs, and spare: memory for an lse that nobody asked for; None: it is too large."""
 
-    launch: Callable[..., Any]
+    handle: Callable[..., Any]
+    rest: tuple[Any, ...]
     facts: Any
     bound: Bound
+    new_out: Any = None
+    new_lse: Any = None
     spare: torch.Tensor | None = None
 
 
@@ -135,8 +140,9 @@ class Bound:
     follows: bool
     bytes: int
     scheduled: Scheduled | None = None  # the kernel, where its calls may share a schedule
-    direct: Callable[..., Any] | None = None  # as of `direct_launch`
+    direct: tuple[Callable[..., Any], tuple[Any, ...]] | None = None  # as of `direct_launch`
     recent: bool = True  # launched by a remembered call, or made, since it was last looked at
+    spare: torch.Tensor | None = None  # memory that launches may write and nobody reads
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def launch(
@@ -168,6 +174,17 @@ class Bound:
             finally:
                 for mine, blank in zip(own, self.blanks, strict=True):
                     mine.data = blank
+
+    def spare_words(self, count: int) -> torch.Tensor | None:
+        """So many float32 that every launch may write and nobody reads; None: more than are kept."""
+        import torch
+
+        if self.spare is None or self.spare.numel() < count:
+            size = 1 << max(count - 1, 0).bit_length()
+            if 4 * size > MOST_SPARE:
+                return None
+            self.spare = torch.empty(size, dtype=torch.float32, device=self.blanks[0].device)
+        return self.spare[:count]
 
 
 class Engine:
@@ -203,11 +220,12 @@ class Engine:
     def plain_stream(self, index: int) -> int | None:
         """The number of a device's current stream, where a launch needs no more: the device is the current one, and
         nothing is being captured. Else None."""
-        import torch
-
-        if torch._C._cuda_getDevice() != index or torch._C._cuda_isCurrentStreamCapturing():
+        cuda = _bindings()
+        if cuda._cuda_getDevice() != index:
             return None
-        return int(torch._C._cuda_getCurrentRawStream(index))
+        stream: int = cuda._cuda_getCurrentRawStream(index)
+        # CUDA refuses to capture its default stream, which is 0.
+        return None if stream and cuda._cuda_isCurrentStreamCapturing() else stream
 
     def on(self, device: torch.device) -> AbstractContextManager[Any]:
         """Makes a device the current one."""
@@ -268,6 +286,7 @@ class Engine:
             capture = self.capture(stream)
             if (written := notes()) is not None:
                 written.note(problem, inputs, capture is not None)
+                remember = None  # so that every call comes here
             bound = self._find(key, stream, capture)
             if bound is None:
                 bound = self._plan(way, problem, inputs, key)
@@ -279,16 +298,13 @@ class Engine:
                 with self._lock:
                     # What was dropped meanwhile must not stay.
                     if self._kept.get((key, stream)) is bound:
-                        made = Remembered(bound.direct, facts, bound)
+                        made = Remembered(*bound.direct, facts, bound)
                         self._remembered[signature, inputs[0].get_device(), stream] = made
 
     def remembered(self, signature: Any, index: int) -> Remembered | None:
         """What an earlier call of this signature kept for the current stream of a device; None where there is none, the
         device is not the current one, or a graph is being captured, which has workspaces of its own."""
-        if notes() is not None:
-            return None  # every call is written down
-        stream = self.plain_stream(index)
-        found = None if stream is None else self._remembered.get((signature, index, stream))
+        found = self._remembered.get((signature, index, self.plain_stream(index)))  # None is no stream
         if found is not None:
             found.bound.recent = True
         return found
@@ -394,10 +410,10 @@ def follows_tensors(kernel: Any) -> bool:
     )
 
 
-def direct_launch(kernel: Any, own: Sequence[Any]) -> Callable[..., Any] | None:
-    """What launches a planned kernel on other tensors than its own inputs and outputs, given in this order. None for a
-    kernel that is more than one compiled function of a `Noted` cache, or takes more of its tensors than those and its
-    workspaces, a view say."""
+def direct_launch(kernel: Any, own: Sequence[Any]) -> tuple[Callable[..., Any], tuple[Any, ...]] | None:
+    """(handle, rest) with which handle(*inputs, *outputs, *rest) launches a planned kernel on other tensors than its
+    own. None for a kernel that is more than one compiled function of a `Noted` cache, or takes more of its tensors than
+    those and its workspaces, a view say."""
     import torch
 
     from mla_var3.runtime.cute_kernel import CuteKernel
@@ -417,9 +433,16 @@ def direct_launch(kernel: Any, own: Sequence[Any]) -> Callable[..., Any] | None:
         return None
     import tvm_ffi
 
-    handle = compiled.handle
-    rest = tuple(tvm_ffi.from_dlpack(x) if isinstance(x, torch.Tensor) else x for x in rest)
-    return lambda *tensors: handle(*tensors, *rest)
+    return compiled.handle, tuple(tvm_ffi.from_dlpack(x) if isinstance(x, torch.Tensor) else x for x in rest)
+
+
+def new_like(dtype: torch.dtype, device: torch.device, *shape: int) -> Callable[[], torch.Tensor]:
+    """What makes contiguous tensors of this form. It takes half as long as `torch.empty`, which reads its arguments
+    anew in each call."""
+    import torch
+
+    with torch.inference_mode(False):
+        return functools.partial(torch.empty_like, torch.empty(1, dtype=dtype, device=device).expand(shape))
 
 
 def _stages(kernel: Any) -> Iterator[Any]:
@@ -429,6 +452,14 @@ def _stages(kernel: Any) -> Iterator[Any]:
         return
     for stage in stages:
         yield from _stages(stage)
+
+
+@functools.cache
+def _bindings() -> Any:
+    """What torch's own functions call; looking its module up takes longer than most of what is in it."""
+    import torch
+
+    return torch._C
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mla_var3.dispatch import boundaries
 from mla_var3.errors import Infeasible, Unsupported, UserError
-from mla_var3.ops.engine import engine
+from mla_var3.ops.engine import engine, new_like
 from mla_var3.ops.request import (
     VECTOR,
     compact,
@@ -21,6 +21,7 @@ from mla_var3.ops.request import (
     integers,
     judge,
     named_as,
+    narrowed,
     number,
     number_of,
     result,
@@ -119,8 +120,6 @@ def mla_prefill(
     return (target, sums) if return_lse else target
 
 
-#: Bytes of an lse that nobody asked for, up to which it is kept for the next call to write.
-MOST_SPARE = 1 << 24
 #: Tokens of all requests up to which a call is remembered, where the version takes so many.
 MOST_REMEMBERED = 1 << 21
 
@@ -151,41 +150,40 @@ def _again(
     compiled function compares before it launches is not looked at: of k the shape, of all but q the dtype, lse and
     of_k."""
     try:
-        if (on is None and not q.is_cuda) or not q.is_contiguous() or type(scale) is bool:
+        index = q.get_device()
+        if (index < 0 and on is None) or not q.is_contiguous() or (scale is not None and type(scale) is bool):
             return None
         if q.requires_grad or k.requires_grad or v.requires_grad or not (out is None or out.is_contiguous()):
             return None
         strides = None if k.is_contiguous() and v.is_contiguous() else (k.stride(), v.stride())
-        served, index = engine() if on is None else on, q.get_device()
-        call = q.shape, v.shape, of_q.numel(), q.dtype, strides, scale, causal, kernel
+        served = engine() if on is None else on
+        call = q.shape, v.shape, of_q.numel(), of_q.dtype, q.dtype, strides, scale, causal, kernel
         found = served.remembered(call, index)
         if found is None:
+            import torch
+
+            if of_q.dtype == torch.int64:
+                of_q, of_k = narrowed(of_q, 0, len(q)), narrowed(of_k, 0, len(k))
+                return _again(q, k, v, of_q, of_k, scale, causal, out, lse, return_lse, kernel, on)
             found = _alike(served, index, q, k, v, of_q, of_k, scale, causal, kernel)
             if found is None:
                 return None
             served.remember(call, index, found)
-        target = q.new_empty((*q.shape[:2], v.shape[2])) if out is None else out
-        sums = lse
-        if sums is None:
-            n, h, _ = q.shape
-            sums = found.spare
-            if return_lse or sums is None or sums.shape[1] != n:
-                import torch
-
-                sums = q.new_empty((h, n), dtype=torch.float32)
-            if not return_lse and sums.nbytes <= MOST_SPARE:
-                found.spare = sums
-        found.launch(q, k, v, of_q, of_k, target, sums)
+        if out is None:
+            out = found.new_out()
+        if lse is None:
+            lse = found.new_lse() if return_lse or found.spare is None else found.spare
+        found.handle(q, k, v, of_q, of_k, out, lse, *found.rest)
     except (AttributeError, TypeError, ValueError):  # of what does not fit, which the judge says in one sentence
         return None
-    return target, sums
+    return out, lse
 
 
 def _alike(
     served: Engine, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, of_q: torch.Tensor,
     of_k: torch.Tensor, scale: float | None, causal: bool, kernel: str | None,
 ) -> Remembered | None:  # fmt: skip
-    """What a call of the same signature with other lengths has left, if it serves these lengths too."""
+    """What a call of the same signature with other lengths has left, for calls with these, if it serves them too."""
     import torch
 
     (n, h, dk), (m, h_kv, dv), b = q.shape, v.shape, of_q.numel() - 1
@@ -195,7 +193,11 @@ def _alike(
     found = served.remembered((signature, _regime(b, n, m, h, h_kv, dk, dv, causal, q.dtype)), index)
     if found is None or not (0 < n <= found.facts and 0 < m <= found.facts and 0 < b <= MOST_LISTED):
         return None
-    return found
+    spare = found.bound.spare_words(n * h)
+    return replace(
+        found, new_out=new_like(q.dtype, q.device, n, h, dv), new_lse=new_like(torch.float32, q.device, h, n),
+        spare=None if spare is None else spare.view(h, n),
+    )  # fmt: skip
 
 
 # Kept, since a call asks for it that is remembered.

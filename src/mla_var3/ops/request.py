@@ -286,10 +286,11 @@ def judge(
 
     if not isinstance(tensor, torch.Tensor):
         raise UserError(f"{name} is a {type(tensor).__name__}: pass a torch tensor.")
-    fits = tensor.dim() == len(shape) and all(
-        want in (None, size) for size, want in zip(tensor.shape, shape, strict=True)
-    )
-    if not fits or dtype not in (None, tensor.dtype) or tensor.device != like.device:
+    given = tensor.shape
+    # A list: a generator takes longer to make than this to go through.
+    differ = [want for want, size in zip(shape, given, strict=False) if want is not None and want != size]
+    fits = len(given) == len(shape) and not differ
+    if not fits or (dtype is not None and dtype != tensor.dtype) or tensor.device != like.device:
         sizes = ", ".join("any" if size is None else str(size) for size in shape)
         raise UserError(
             f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}: pass ({sizes}) "

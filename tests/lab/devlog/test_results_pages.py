@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 
+from mla_var3.catalogue import registry
+from mla_var3.device import Device
 from mla_var3.lab.devlog import tables
 from mla_var3.record import ASIDE, load
+from mla_var3.workload.decode import MlaProblem
 
 
 @pytest.fixture
@@ -84,6 +87,17 @@ def test_a_second_mean_leaves_out_calls_that_compute_next_to_nothing(pages_modul
     assert min(r["time_us"]["burst"]["median"] for r in kept if r["time_us"]) >= pages_module.EMPTY_US
     gone = {tables.problem_label(r) for r in told if r["time_us"]} - {tables.problem_label(r) for r in kept}
     assert len(gone) == 6 and all(name.endswith("ragged") for name in gone)
+
+
+def test_tilings_of_the_page_of_every_gpu_are_those_that_its_devices_choose(pages_module: Any) -> None:
+    pytest.importorskip("cutlass", reason="nvidia-cutlass-dsl is not installed")
+    heads = {16: 16, 32: 32}
+    for (label, most), memories in pages_module.TILINGS.items():
+        plan_type: Any = registry.get_plan(registry.KernelId.parse(label))
+        problem = MlaProblem(b=8, h=heads.get(most, 128), t=4096)
+        for memory, knobs in memories.items():
+            chosen = plan_type(problem, None, Device.get(pages_module.MEMORIES[memory])).geometry()
+            assert chosen == plan_type.tiling_type(**knobs).geometry(problem, Device.get("h200")), (label, memory)
 
 
 def test_a_version_that_nothing_picks_is_left_out(pages_module: Any, repo_root: Path) -> None:

@@ -25,6 +25,11 @@ Warps i and i + 4 share a quarter of the SM, so its tensor core multiplies for o
 softmax. Scores, P and factors have two buffers each, and shared memory holds four KV tiles or more: those that a step
 computes with, and one that is loaded.
 
+**Few rows and little shared memory.** With 16 rows and KV tiles of 16 tokens a KV tile has a pair of scores for each
+thread of four warps, and products take a small part of the time. Then four warps load while the others are in the
+softmax, and behind a second barrier all multiply (`Worker.run_few`). A step computes with two KV tiles, so more of the
+shared memory is for those that are on their way.
+
 Partial sums of a 16 x 8 product lie as its accumulators do, 16 bytes a lane, so that a warp stores them without moves.
 `softmax_place` deals rows to lanes so that half a warp, which reads 8 bytes a lane of these, meets all banks. All
 addresses in a loop are one base and constants.
@@ -174,13 +179,21 @@ class Geometry:
 
     # -------------------------------------------------------------------------------------------- shares of warps
     @property
+    def few(self) -> bool:
+        """Whether tiles are so small that a warp multiplies scores of 8 tokens, and that half of the warps have all of
+        the softmax (`Worker.run_few`)."""
+        return self.m == ROW_TILES[0] and self.tokens == TOKEN_TILES[0]
+
+    @property
     def score_warps(self) -> tuple[int, int]:
         """(warps along the rows, along the tokens) of the scores; of each, `SHARES` along the columns."""
+        if self.few:
+            return 1, 2
         return (2, 1) if self.m == ROW_TILES[-1] or self.tokens == TOKEN_TILES[0] else (1, 2)
 
     @property
     def score_shape(self) -> tuple[int, int]:
-        """(16-row blocks, 16-token blocks) of a warp's scores."""
+        """(16-row blocks, 16-token blocks) of a warp's scores; `few`, it has half a block of tokens."""
         of_rows, of_tokens = self.score_warps
         return self.m // of_rows // warp_mma.M, self.tokens // of_tokens // warp_mma.K
 
@@ -193,6 +206,16 @@ class Geometry:
     def load_rows(self) -> int:
         """Rows of a KV tile that a thread loads."""
         return self.tokens // LOAD_ROWS
+
+    @property
+    def buffers(self) -> int:
+        """Of partial sums and of P."""
+        return 1 if self.few else 2
+
+    @property
+    def ahead(self) -> int:
+        """How many KV tiles further on the one is that is loaded in a step."""
+        return self.stages - 1 if self.few else self.stages - 2
 
     @property
     def score_elements(self) -> int:
@@ -228,7 +251,7 @@ class Geometry:
     @property
     def row_threads(self) -> int:
         """Threads on a row in the softmax."""
-        return THREADS // self.m
+        return THREADS // self.m // (2 if self.few else 1)
 
     @property
     def between(self) -> int:
@@ -275,8 +298,8 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
         "row_max": array(Float32, m),  # at the end of a split
         "row_sum": array(Float32, m),
         "magnitudes": array(Float32, m * columns),
-        "scores": array(Float32, 2 * geometry.score_elements),  # partial sums
-        "p": array(dtype, 2 * geometry.p_elements),
+        "scores": array(Float32, geometry.buffers * geometry.score_elements),  # partial sums
+        "p": array(dtype, geometry.buffers * geometry.p_elements),
         "ring": array(dtype, geometry.stages * geometry.stage_elements, 1024),
     }
     # Not a class statement: postponed annotations are strings, and the struct wants types.
@@ -284,8 +307,8 @@ def shared_storage(geometry: Geometry, dtype: type) -> type:
 
 
 def fixed_bytes(geometry: Geometry) -> int:
-    """Shared memory besides KV tiles: two buffers of partial sums of scores, two of P, and `ROOM`."""
-    return ROOM + 4 * 2 * geometry.score_elements + 2 * 2 * geometry.p_elements
+    """Shared memory besides KV tiles: buffers of partial sums of scores and of P, and `ROOM`."""
+    return ROOM + geometry.buffers * (4 * geometry.score_elements + 2 * geometry.p_elements)
 
 
 # ------------------------------------------------------------------------------------------------ device: load
@@ -444,14 +467,14 @@ class Worker:
 
     @cute.jit
     def start(self, walk: cutlass.Constexpr, split: Split):
-        """Starts loading the first `stages - 2` KV tiles of a split, and looks up the pages of the next one."""
+        """Starts loading the first KV tiles of a split (`Geometry.ahead`), and looks up the pages of the next one."""
         geometry, tiles = self.geometry, walk.tiles_of(split)
         if (tiles.first < tiles.end) & self.loads:
             of = Reader(walk.queries.block(split.request).request, split.length, self.kv_head, tiles.end)
-            for i in cutlass.range_constexpr(geometry.stages - 2):
+            for i in cutlass.range_constexpr(geometry.ahead):
                 find_pages(self.inputs, of, tiles.first + i, self.pages, geometry)
                 load_tile(self.inputs, of, self.stage(Int32(i)), tiles.first + i, self.pages, geometry)
-            find_pages(self.inputs, of, tiles.first + (geometry.stages - 2), self.pages, geometry)
+            find_pages(self.inputs, of, tiles.first + geometry.ahead, self.pages, geometry)
 
     @property
     def loads(self) -> Boolean:
@@ -461,7 +484,43 @@ class Worker:
     # -------------------------------------------------------------------------------------------- scores
     @cute.jit
     def scores(self, stage: Int32, buffer: Int32):
-        """S = Q·Kᵀ over this warp's slices, to shared memory. buffer: of two.
+        """S = Q·Kᵀ over this warp's slices, to shared memory. buffer: of two."""
+        if cutlass.const_expr(self.geometry.few):
+            self.scores_of_few(stage, buffer)
+        else:
+            self.scores_of_blocks(stage, buffer)
+
+    @cute.jit
+    def scores_of_few(self, stage: Int32, buffer: Int32):
+        """S of 16 rows and 8 tokens. One `ldmatrix` loads the keys of two slices, which lie in two panels."""
+        geometry, lane = self.geometry, self.lane
+        share, token_warp = self.warp % SHARES, self.warp // SHARES
+        matrix, swizzle = lane // 8, lane % 8
+        token = token_warp * warp_mma.N + swizzle
+        last = self.stage(stage) + token * ROW_BYTES + ((share * 2 + matrix % 2) ^ swizzle) * 16
+        keys = last + matrix // 2 * geometry.panel_bytes
+        # Two accumulators: a product of one waits for the one before.
+        acc = cute.make_rmem_tensor(cute.make_layout((4, 2)), Float32)
+        acc.fill(0.0)
+        b = cute.make_rmem_tensor(cute.make_layout((4, 2)), self.dtype)
+        both = cute.make_tensor(b.iterator, cute.make_layout(warp_mma.OPERANDS))
+        for n in cutlass.range_constexpr(geometry.warp_slices):
+            if cutlass.const_expr(n % 2 == 0):
+                # Behind an odd number of panels lies another KV tile, or nothing: of the last one all lanes read.
+                at = cutlass.const_expr(n * geometry.panel_bytes)
+                load_matrices((last if cutlass.const_expr(n + 1 == geometry.warp_slices) else keys) + at, both)
+            of_slice = acc[None, n % 2]
+            cute.mma_atom_call(self.mma, of_slice, self.query[None, 0, n], b[None, n % 2], of_slice)
+        total = cute.make_rmem_tensor(4, Float32)
+        for i in cutlass.range_constexpr(4):
+            total[i] = acc[i, 0] + acc[i, 1]
+        target = self.scores_in(buffer) + (token_warp * SHARES + share) * BLOCK + opaque(lane) * 16
+        target = cute.make_ptr(Float32, target, cute.AddressSpace.smem, assumed_align=16)
+        cute.autovec_copy(total, cute.make_tensor(target, cute.make_layout(4)))
+
+    @cute.jit
+    def scores_of_blocks(self, stage: Int32, buffer: Int32):
+        """S of blocks of 16 rows and 16 tokens.
 
         A slice is 32 bytes of a token's row in a panel; a lane's row of a matrix is 16 of them. They lie at chunk ^
         (token % 8) of the row, eight chunks long. A panel has `SHARES` slices, one of each warp.
@@ -510,6 +569,8 @@ class Worker:
         geometry, lane = self.geometry, self.lane
         warps = cutlass.const_expr(WARPS * warp_mma.M // geometry.m)  # on a block of rows
         block, part, half, top = self.warp // warps, self.warp % warps, lane // 8 % 2, lane // 16
+        if cutlass.const_expr(geometry.few):
+            block, part = Int32(0), self.warp % (WARPS // 2)
         if cutlass.const_expr(geometry.between == 1):
             row, token_block = (part ^ half) * 4 + top * 2 + lane // 4 % 2, Int32(0)
         elif cutlass.const_expr(geometry.between == 2):
@@ -692,6 +753,39 @@ class Worker:
                 moved = self.softmax(token, of.length, unmasked, block, buffer)
             older, stage, buffer = stage, following, 1 - buffer
 
+    @cute.jit
+    def run_few(self, of: Reader, first: Int32, unmasked: Int32, block: rows.Block):
+        """As `run`, with two barriers for each KV tile: warps 0 to 3 load while the others are in the softmax, then all
+        multiply. So no step needs more than two KV tiles, one buffer of partial sums and one of P."""
+        geometry = self.geometry
+        stages = geometry.stages
+        self.acc_o.fill(0.0)
+        self.of_row[0], self.of_row[1] = Float32(softmax.NO_KEY), Float32(0.0)
+        self.load_query(block)
+        cute.arch.cp_async_wait_group(stages - 2)
+        cute.arch.sync_threads()
+        stage, free, buffer = Int32(0), Int32(stages - 1), Int32(0)
+        self.scores(stage, buffer)
+        for tile in cutlass.range(first, of.end, unroll=1):
+            # Past it the partial sums of the KV tile are there, and nobody reads the KV tile before.
+            cute.arch.sync_threads()
+            moved = Boolean(False)
+            if self.loads:
+                load_tile(self.inputs, of, self.stage(free), tile + (stages - 1), self.pages, geometry)
+                find_pages(self.inputs, of, tile + stages, self.pages, geometry)
+            else:
+                moved = self.softmax(tile * geometry.tokens, of.length, unmasked, block, buffer)
+            # Past it P of the KV tile and the next KV tile are there.
+            cute.arch.cp_async_wait_group(stages - 2)
+            rescaled = named_any(Barrier.TILE, THREADS, moved)
+            following = cutlass.select_(stage == stages - 1, Int32(0), stage + 1)
+            if tile + 1 < of.end:
+                self.scores(following, buffer)
+            if rescaled:
+                self.rescale(buffer)
+            self.output(stage, buffer)
+            free, stage = stage, following
+
 
 # ------------------------------------------------------------------------------------------------ device: epilogue
 @dataclass(frozen=True, eq=False)
@@ -711,7 +805,10 @@ def share_rows(w: cutlass.Constexpr) -> OfRows:
         total = total + cute.arch.shuffle_sync_bfly(total, offset=step)
     maxima, sums = w.rows_in(w.storage.row_max), w.rows_in(w.storage.row_sum)
     of_block, in_block, token_block, place = w.softmax_place()
-    if (place == 0) & (token_block == 0):
+    tells = (place == 0) & (token_block == 0)
+    if cutlass.const_expr(geometry.few):
+        tells = tells & (w.warp >= WARPS // 2)
+    if tells:
         row = of_block * warp_mma.M + in_block
         maxima[row], sums[row] = w.of_row[0], total
     cute.arch.sync_threads()
@@ -871,7 +968,10 @@ def consume(
             elif cutlass.const_expr(geometry.tree):
                 unmasked = cutlass.max(unmasked - geometry.s, 0)
             of = Reader(block.request, split.length, w.kv_head, tiles.end)
-            w.run(of, tiles.first, unmasked, block)
+            if cutlass.const_expr(geometry.few):
+                w.run_few(of, tiles.first, unmasked, block)
+            else:
+                w.run(of, tiles.first, unmasked, block)
         following = walk.next_split(split)
         cute.arch.sync_threads()  # nobody reads a KV tile or Q any more
         if walk.has_work(following):
@@ -939,8 +1039,8 @@ def takes(pd: MlaProblem) -> Verdict:
 
 def written(m: int, tokens: int, k: int) -> bool:
     """Whether eight warps have work in a query tile of m rows and a KV tile: two tokens or more of a row for a thread
-    of the softmax, and no two warps with the same output columns and rows."""
-    return m * tokens >= 2 * THREADS and m // warp_mma.M >= WARPS // min(WARPS, k // WARP_COLUMNS)
+    of the softmax, or of half of the warps, and no two warps with the same output columns and rows."""
+    return m * tokens >= THREADS and m // warp_mma.M >= WARPS // min(WARPS, k // WARP_COLUMNS)
 
 
 @dataclass(frozen=True)

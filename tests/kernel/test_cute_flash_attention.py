@@ -162,16 +162,20 @@ def line_of(
 def cut(module: Any, s: int) -> list[tuple[int, int]]:
     """(first query token, rows as a query tile says) of a request's query tiles, with a causal mask."""
     if hasattr(module, "rows_at"):
-        return [on_cpu(module).rows_at(at, s, True) for at in range(-(-s // module.ROWS))]
+        made = on_cpu(module)
+        return [named(made.rows_at, at=at, s=s, causal=True) for at in range(-(-s // module.ROWS))]
     return [(first, s - first) for first in range(0, s, rows_of(module))]
 
 
 def wanted(pairs: Any, heads: int, module: Any, packed: int = 1) -> set[tuple[int, int, int]]:
-    """(first query token, first head, rows as a query tile says) of all query tiles; packed: heads of one."""
+    """(first query token, first head, rows as a query tile says) of all query tiles; packed: heads of one. Where heads
+    are dealt together, a short query tile is that of both."""
     tiles, begin = set(), 0
+    together = 2 if hasattr(module, "short_tiles") and heads % 2 == 0 else 1
     for s, _ in pairs:
         for first, rows in cut(module, s * packed):
-            tiles |= {(begin + first // packed, head, rows) for head in range(0, heads, packed)}
+            each = together if together > 1 and rows <= module.SHORT else packed
+            tiles |= {(begin + first // packed, head, rows) for head in range(0, heads, each)}
         begin += s
     return tiles
 
@@ -240,7 +244,7 @@ def test_query_tiles_end_where_they_need_the_fewest_kv_tiles() -> None:
         for s in (1, 64, 128, 129, 255, 256, 257, 384, 385, 512, 600, 1000, 1100):
             count = -(-s // most)
             for causal in (True, False):
-                tiles = [made.rows_at(at, s, causal) for at in range(count)]
+                tiles = [named(made.rows_at, at=at, s=s, causal=causal) for at in range(count)]
                 assert all(0 < rows <= most for _, rows in tiles)
                 assert [first for first, _ in tiles] == [0, *(first + rows for first, rows in tiles[:-1])]
                 assert sum(rows for _, rows in tiles) == s
@@ -251,7 +255,7 @@ def test_query_tiles_end_where_they_need_the_fewest_kv_tiles() -> None:
                     for end in range(1, s + 1)
                     if any(begin < end <= begin + most for begin in fewest)
                 }
-            tiles = [made.rows_at(at, s, True) for at in range(count)]
+            tiles = [named(made.rows_at, at=at, s=s, causal=True) for at in range(count)]
             assert sum(-(-(first + rows) // 128) for first, rows in tiles) == fewest[s]
 
 
@@ -289,6 +293,27 @@ def test_query_tiles_of_heads_that_share_keys() -> None:
         assert [made.place_of_row(line[1], row, geometry) for row in (0, 7, 8, 31)] == [
             (8, 16), (15, 16), (8, 17), (15, 19)
         ]  # fmt: skip
+
+
+def test_a_short_query_tile_is_that_of_two_heads() -> None:
+    """Of 300 query tokens the first 128 rows of heads 2i and 2i + 1 are one query tile, of which each CTA has a head.
+    All consumers together have each row of it once, and see what a query token sees; so of the other query tile."""
+    for kernel in KERNELS:
+        module = module_of(kernel)
+        if not hasattr(module, "own_rows"):
+            continue
+        made = on_cpu(module)
+        for geometry, short in ((geometry_of(module, 4, 4), [0, 2]), (geometry_of(module, 3, 3), [0, 1, 2])):
+            (line,) = line_of(module, [(300, 700)], geometry)
+            assert sorted(x.head for x in line if x.rows <= module.SHORT) == short
+            found = []
+            for tile, rank, me in itertools.product(line, range(module.CTAS), range(2)):
+                mine, first = made.own_rows(tile, rank, me, geometry.together), module.block_of(rank, me) * module.HALF
+                for row in range(first, min(first + module.HALF, mine.rows)):
+                    found.append((mine.head, mine.place + row))
+                    assert mine.seen + row == 401 + mine.place + row
+                assert made.kv_tiles(mine, 128, True) == made.kv_tiles(tile, 128, True)
+            assert sorted(found) == [(head, row) for head in range(geometry.h) for row in range(300)]
 
 
 def test_a_few_query_tokens_behind_a_long_prefix_come_first() -> None:

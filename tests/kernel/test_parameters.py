@@ -24,7 +24,7 @@ LEFT_OVER = {
     "mla/flash_attention/flash_attention_v1/flash_attention_v1.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v12/flash_attention_v12.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v18/flash_attention_v18.py:launch_flash_attention": 13,
-    "mla/flash_attention/flash_attention_v21/flash_attention_v21.py:launch_flash_attention": 16,
+    "mla/flash_attention/flash_attention_v23/flash_attention_v23.py:launch_flash_attention": 16,
     "mla/sparse_mla_mma/sparse_mla_mma/sparse_mla_mma.py:launch_sparse_mla_mma": 15,
     "mla/sparse_mla/sparse_mla/sparse_mla.py:launch_sparse_mla": 18,
     "mla/sparse_mla/sparse_mla_v1/sparse_mla_v1.py:launch_sparse_mla_v1": 20,

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "layers"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernel"))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -135,7 +136,8 @@ def sanitizer_part() -> Iterator[Wanted]:
     from sanitizer_case import SPLIT_TOKENS
 
     cells = experiment_cells("sanitizer")
-    every = [*cells, *experiment_cells("sanitizer_sparse"), *experiment_cells("sanitizer_indexer")]
+    others = ("sanitizer_sparse", "sanitizer_indexer", "sanitizer_prefill")
+    every = [*cells, *(cell for name in others for cell in experiment_cells(name))]
     for kernel in registry.all_kernels():
         if kernel.language == bundle.LANGUAGE:
             plan_type = registry.get_plan(kernel)

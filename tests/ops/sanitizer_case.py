@@ -4,13 +4,15 @@
     compute-sanitizer --tool racecheck python3 tests/ops/sanitizer_case.py cute-dsl/flash_mla_v23
     compute-sanitizer --tool synccheck python3 tests/ops/sanitizer_case.py --bundle DIR 'cute-dsl/*'
     compute-sanitizer python3 tests/ops/sanitizer_case.py --experiment sanitizer_sparse cute-dsl/sparse_mla_v2
+    compute-sanitizer python3 tests/ops/sanitizer_case.py --experiment sanitizer_prefill 'cute-dsl/flash_attention*'
     compute-sanitizer python3 tests/ops/sanitizer_case.py --experiment sanitizer_portable --tiling tile_n=16 \
         cute-dsl/flash_mla_mma_v3
 
 The cells are those of experiment=sanitizer, or of another one, of which a bundle can be made: `mla-var3 compile
 'cute-dsl/*' --device h200 --experiment sanitizer --bundle DIR`. Inputs are made and results judged on the
 CPU, so that the tool watches little else than the versions' own kernels. Where calls may share a schedule, one that
-makes it and one that reads it are watched too. --fixed adds the fixed-split mode and --ops what `mla_decode` picks.
+makes it and one that reads it are watched too, and of a prefix that a pipeline can cut, a call of one piece and one of
+three. --fixed adds the fixed-split mode and --ops what `mla_decode` picks.
 Ends with 1 when a result is wrong; for memcheck set PYTORCH_NO_CUDA_MEMORY_CACHING=1, so that every tensor is an
 allocation of its own.
 """
@@ -18,6 +20,7 @@ allocation of its own.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,6 +42,19 @@ def ways(kernel: Any) -> Iterator[tuple[str, Sequence[Any]]]:
     if sharing is not kernel:
         yield " making a schedule", kernel.output_tensors
         yield " reading a schedule", sharing()
+
+
+def in_pieces(plan_type: Any, problem: Any, device: Any, given: Sequence[Any]) -> Iterator[tuple[str, Sequence[Any]]]:
+    """What `ways` yields of a pipeline that cuts the prefix, where keys and values of a third of it have room."""
+    from mla_var3.kernel import chunks
+
+    whole = chunks.PIECE_BYTES
+    rows = problem.prefix_tokens + problem.query_tokens
+    chunks.PIECE_BYTES = -(-rows // 3) * (2 * problem.d + problem.p) * problem.h * problem.element_bytes
+    try:
+        yield from ways(plan_type(problem, None, device).plan(*given))
+    finally:
+        chunks.PIECE_BYTES = whole
 
 
 def cases(
@@ -71,6 +87,9 @@ def cases(
                 print(f"{kernel.label} {problem.label}: skipped: {verdict.reason}")
                 continue
             yield kernel.label, problem, lambda given, plan=plan: ways(plan.plan(*given))
+            if kernel.design == "chunk_decompress":
+                cut = functools.partial(in_pieces, registry.get_plan(kernel), problem, device)
+                yield f"{kernel.label} in pieces", problem, cut
         dense = isinstance(problem, MlaProblem)
         calls = [("mla_decode", {})] if ops and dense else []
         if fixed and dense and not problem.packed:
@@ -106,7 +125,7 @@ def main(words: Sequence[str] | None = None) -> int:
         of = workload.get(problem.workload)
         bounds = decode.DOMINATED if of is decode.WORKLOAD else of.bounds("flashmla")
         # Prompts are drawn from N(0, 1) unless told otherwise, which is not what the bounds are for.
-        options = {"dist": "flashmla"} if problem.workload == "prefill" else {}
+        options = {"dist": "flashmla"} if problem.workload in ("prefill", "chunked_prefill") else {}
         given = of.make_inputs(problem, "cpu", seed=5, **options)
         reference = of.reference(problem, *given)
         for way, found in run(tuple(x.cuda() for x in given)):

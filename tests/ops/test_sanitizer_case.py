@@ -12,7 +12,7 @@ from mla_var3 import workload
 from mla_var3.check.judge import UNTOUCHED
 from mla_var3.cli.arguments import experiment_cells
 
-EXPERIMENTS = ("sanitizer", "sanitizer_sparse", "sanitizer_indexer", "sanitizer_portable")
+EXPERIMENTS = ("sanitizer", "sanitizer_sparse", "sanitizer_indexer", "sanitizer_portable", "sanitizer_prefill")
 #: The first cell of each workload.
 CELLS = {pd.workload: pd for name in EXPERIMENTS for pd in reversed(experiment_cells(name))}
 
@@ -41,8 +41,8 @@ def watch(monkeypatch: pytest.MonkeyPatch, problem: Any, fault: bool) -> int:
     return sanitizer_case.main(["a version"])
 
 
-def test_it_has_cells_of_dense_and_sparse_decode_of_prompts_and_of_the_indexer() -> None:
-    assert {"decode", "sparse_decode", "indexer_logits", "prefill"} <= set(CELLS)
+def test_it_has_cells_of_decode_of_the_indexer_and_of_prompts() -> None:
+    assert {"decode", "sparse_decode", "indexer_logits", "prefill", "chunked_prefill"} <= set(CELLS)
 
 
 @pytest.mark.parametrize("name", sorted(CELLS))

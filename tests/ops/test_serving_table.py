@@ -183,6 +183,8 @@ def prompts(
 
 #: 32 query tiles over many keys.
 FEW_TILES = {"b": 1, "s": 512, "t": 4608}
+#: 32 query tiles a head.
+LONG = {"b": 1, "s": 8192, "t": 8192}
 PROMPTS: dict[str, list[dict[str, Any]]] = {
     "192 / 128": [*prompts((192, 128), s=(1, 128, 129, 8192)), {"d": 128, "p": 64, **FEW_TILES}],
     "128 / 128": [*prompts((128, 128), s=(128, 129, 509, 510, 8192)), {"d": 128, "p": 0, **FEW_TILES}],
@@ -197,7 +199,8 @@ PROMPTS: dict[str, list[dict[str, Any]]] = {
 }
 #: Problems on both sides of each boundary that the table names: fields, device, and what is picked there.
 SIDES = [
-    ((192, 128), 128, "v22"), ((192, 128), 129, "v18"), ((128, 128), 509, "v22"), ((128, 128), 510, "v18"),
+    ((192, 128), 128, "v22"), ((192, 128), 129, "v23"), ((128, 128), 509, "v22"), ((128, 128), 510, "v23"),
+    ((192, 128), 4095, "v23"), ((192, 128), 4096, "v18"), ((128, 128), 4095, "v23"), ((128, 128), 4096, "v18"),
     ((256, 128), 4095, "v22"), ((256, 128), 4096, "v12"), ((96, 64), 4095, "v22"), ((96, 64), 4096, "v12"),
     ((256, 256), 4095, "v22"), ((256, 256), 4096, "v12"), ((256, 192), 4095, "v1"), ((256, 192), 4096, "v12"),
     ((208, 128), 4095, "v1"), ((208, 128), 4096, "v12"), ((64, 64), 255, "v1"), ((64, 64), 256, "v12"),
@@ -205,7 +208,8 @@ SIDES = [
 ]  # fmt: skip
 #: The same without a mask.
 UNMASKED = [
-    ((192, 128), 128, "v1"), ((192, 128), 129, "v18"), ((128, 128), 128, "v1"), ((128, 128), 256, "v18"),
+    ((192, 128), 128, "v1"), ((192, 128), 129, "v23"), ((128, 128), 128, "v1"), ((128, 128), 256, "v23"),
+    ((192, 128), 4096, "v18"), ((128, 128), 4096, "v18"),
     ((256, 128), 4095, "v1"), ((96, 64), 255, "v1"), ((96, 64), 256, "v12"), ((256, 256), 4095, "v22"),
 ]  # fmt: skip
 #: What every version in the table takes besides.
@@ -236,8 +240,9 @@ def test_the_table_of_prompts_says_what_is_picked() -> None:
 def test_the_boundaries_of_the_table_of_prompts() -> None:
     need_all_languages()
     for fields, version in (
-        (FEW_TILES, "v21"), ({**FEW_TILES, "h": 17}, "v18"), ({**FEW_TILES, "t": 2048}, "v21"),
-        ({**FEW_TILES, "t": 2047}, "v18"),
+        ({**LONG, "h": 1}, "v23"), ({**LONG, "h": 2}, "v18"), ({**FEW_TILES, "s": 100, "t": 2048}, "v23"),
+        ({**FEW_TILES, "s": 100, "t": 2047}, "v22"), ({**FEW_TILES, "s": 128, "h": 33}, "v23"),
+        ({**FEW_TILES, "s": 128, "h": 34}, "v22"),
     ):  # fmt: skip
         assert picked([(prompt(**fields), "h200")]) == {f"cute-dsl/flash_attention_{version}"}, fields
     for (dk, dv), s, version in SIDES:

@@ -222,8 +222,8 @@ def decompress(pd: ChunkedProblem, inputs: Sequence[Any], attend: Attend) -> tup
 class DecompressTiling(PartsTiling):
     """causal: over the piece with the new tokens. full: over the others."""
 
-    causal: str = "cute-dsl/flash_attention_v21"
-    full: str = "cute-dsl/flash_attention_v21"
+    causal: str = "cute-dsl/flash_attention_v23"
+    full: str = "cute-dsl/flash_attention_v23"
 
     def parts(self, pd: ChunkedProblem) -> dict[str, Part]:
         *ahead, last = cut(pd)

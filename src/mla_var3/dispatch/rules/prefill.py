@@ -126,9 +126,20 @@ RULES = (
         archs=HOPPER,
     ),
     Rule(
-        "cute-dsl/flash_attention_v21",
+        "cute-dsl/flash_attention_v23",
         "it splits the keys of query tiles that are too few for all multiprocessors",
         where=(Bound(QUERY_TILES, 33), Bound(KEYS, 2047, above=True)),
+        archs=HOPPER,
+    ),
+    Rule(
+        "cute-dsl/flash_attention_v23",
+        "two CTAs share K, V and a query tile of 256 rows, or have one of up to 128 rows each, of two heads",
+        where=(
+            Bound(KEY_COLUMNS, 96, above=True),
+            Bound(KEY_COLUMNS, 192),
+            Bound(TOKENS, 128, above=True),
+            Bound(TOKENS, 4095),
+        ),
         archs=HOPPER,
     ),
     Rule(

@@ -43,7 +43,7 @@ class ChunkDecompressPlan(KernelPlan):
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
     parts = (
         "cute-dsl/flash_attention", "cute-dsl/flash_attention_v1", "cute-dsl/flash_attention_v18",
-        "cute-dsl/flash_attention_v21",
+        "cute-dsl/flash_attention_v23",
     )  # fmt: skip
 
     def default_tiling(self) -> DecompressTiling:

@@ -1,26 +1,36 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 21; in bf16 only, causal or not.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 23; in bf16 only, causal or not.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: 192 or 128 columns a head    V: 128
 
-Two CTAs of a cluster share K and V by multicast. It is version 18 with keys that are split where query tiles are too
-few to give each cluster one: a chunk of 512 new tokens of 16 heads has 32, for the 66 clusters of an H200.
+Two CTAs of a cluster share K and V by multicast. It is version 21 with short query tiles dealt in pairs. Of a request
+whose rest is up to 128 query tokens the first query tile has up to 128 rows. A cluster that took it for one head, as
+version 21 does, would have one of the two consumers of each CTA at work. Here it takes that of two heads:
+
+    rows 0 .. 127 of head 2i       first CTA     UPPER 0 .. 63, LOWER 64 .. 127; K and V of head 2i, whole KV tiles
+    rows 0 .. 127 of head 2i + 1   second CTA    the same, of head 2i + 1
+
+Both CTAs have the same query tokens and as many KV tiles, so that they go through them together, and nothing but what
+is loaded differs. An odd number of heads is dealt one by one, as in version 21.
+
+As there, keys are split where query tiles are too few to give each cluster one: a chunk of 512 new tokens of 16 heads
+has 32, for the 66 clusters of an H200.
 
     launch    splits_for: how many splits take the fewest KV tiles of time, from the sizes of the tensors
     schedule  split_of: of the KV tiles that any row of a query tile sees, split i of n has the i-th n-th
     store     O / sum as float32, and its log-sum-exp, as partials of the split
     merge     `merge_splits`, a kernel behind it: Σ w · partial / Σ w with w = exp(lse)
 
-Each split is cut from what its query tile sees, with the mask too, so that splits differ by one KV tile at most. Where
-one split is best, the code is version 18's: it is compiled for both, and the host function launches one or the other.
+Each split is cut from what its query tile sees, with the mask too, so that splits differ by one KV tile at most. The
+code is compiled with splits and without, and the host function launches one or the other.
 
 Requests lie one after another in q (n, h, ·) and in k, v (m, h_kv, ·); `cu_seqlens_q` and `cu_seqlens_k` say where
 each begins. Query head i reads kv head i // (h / h_kv). The causal mask is aligned at the end: query token i of s sees
 keys 0 .. t - s + i.
 
 A query tile is 256 query tokens of one head; a cluster of two CTAs has one of them. Each CTA loads half of every KV
-tile for both (TMA multicast), so that L2 is read half as often. Each of the four consumers of a cluster has 64 rows. Of
-these four blocks the first CTA has the outer two and the second the inner two, so that both CTAs have as much to do on
-the diagonal.
+tile for both (TMA multicast), so that L2 is read half as often; of a short query tile each loads all of its own head's.
+Each of the four consumers of a cluster has 64 rows. Of these four blocks the first CTA has the outer two and the second
+the inner two, so that both CTAs have as much to do on the diagonal.
 
 Each CTA has three warpgroups. It goes through query tiles, and for each of them through KV tiles of 128 keys, from the
 one with the highest keys, which holds the diagonal, down to the first:
@@ -136,6 +146,7 @@ if TYPE_CHECKING:
 HALF = 64  # rows of a consumer: one warpgroup MMA
 CTAS = 2  # of a cluster
 ROWS = 2 * HALF * CTAS  # of a query tile
+SHORT = 2 * HALF  # rows of a query tile up to which each CTA has that of a head
 STAGES = 2
 SLOTS = 2  # in which the scheduler names query tiles
 CONSUMERS = 2 * WARPGROUP  # threads
@@ -193,7 +204,7 @@ def kv_tile_of(dk: int, dv: int) -> int:
 @dataclass(frozen=True)
 class Geometry:
     """What the code is specialised on: heads, columns of keys and values, mask, tokens of a KV tile, whether the
-    consumers issue their products in turn (`FlashAttentionV21Tiling`), and whether keys are split, so that partials are
+    consumers issue their products in turn (`FlashAttentionV23Tiling`), and whether keys are split, so that partials are
     written."""
 
     h: int
@@ -213,6 +224,11 @@ class Geometry:
     def group(self) -> int:
         """Query heads that share a kv head."""
         return self.h // self.h_kv
+
+    @property
+    def together(self) -> int:
+        """Query heads that are dealt together: two, whose short query tiles are one, or, of an odd number, one."""
+        return 2 - self.h % 2
 
     @property
     def k_panels(self) -> int:
@@ -300,9 +316,14 @@ def ceil_div(number: Any, divisor: Any) -> Any:
     return (number + divisor - 1) // divisor
 
 
-def query_tiles(s: Any) -> Any:
-    """Query tiles of a head of a request; none where the length is not positive."""
-    return ceil_div(cutlass.max(s, 0), ROWS)
+def short_tiles(s: Any) -> Any:
+    """How many query tiles of a head of a request have up to SHORT rows: the first one, or none."""
+    return cutlass.select_((s > 0) & ((cutlass.max(s, 1) - 1) % ROWS < SHORT), 1, 0)
+
+
+def query_tiles(s: Any, together: int = 1) -> Any:
+    """Query tiles of so many heads of a request, which share a short one; none where the length is not positive."""
+    return ceil_div(cutlass.max(s, 0), ROWS) * together - short_tiles(s) * (together - 1)
 
 
 def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
@@ -337,11 +358,20 @@ def place_of(index: Any, tiles: Any, width: Any, last: Any, pairs: Any) -> tuple
     return tile, pairs - 1 - first - (up - tile * count)
 
 
-def rows_at(at: Any, s: Any, causal: bool) -> tuple[Any, Any]:
-    """Where query tile `at` of a request of s queries begins, and how many rows it has. With a causal mask and a rest
-    of up to half a query tile, the first one has half of the rows: each but the last then ends half a query tile
-    earlier, and sees a KV tile less."""
-    early = cutlass.select_((s - 1) % ROWS < ROWS // 2, ROWS // 2, 0) if causal else 0
+def query_tile_of(at: Any, s: Any, together: int) -> tuple[Any, Any]:
+    """(query tile, head among `together` ones) at a place of the query tiles of heads that are dealt together: of two
+    heads the short query tile of both comes first, then one of each head in turn."""
+    short = short_tiles(s) if together > 1 else 0
+    behind = cutlass.max(at - short, 0)
+    first = at < short
+    return cutlass.select_(first, 0, behind // together + short), cutlass.select_(first, 0, behind % together)
+
+
+def rows_at(at: Any, s: Any) -> tuple[Any, Any]:
+    """Where query tile `at` of a request of s queries begins, and how many rows it has. Of a rest of up to half a query
+    tile the first one has half of the rows: with a causal mask each but the last then ends half a query tile earlier,
+    and sees a KV tile less."""
+    early = cutlass.select_((s - 1) % ROWS < SHORT, ROWS - SHORT, 0)
     first = cutlass.max(at * ROWS - early, 0)
     return first, cutlass.min((at + 1) * ROWS - early, s) - first
 
@@ -349,7 +379,7 @@ def rows_at(at: Any, s: Any, causal: bool) -> tuple[Any, Any]:
 def tile_of(place: tuple[Any, Any], first_q: Any, s: Any, first_k: Any, t: Any, causal: bool) -> Tile:
     """The query tile at a `place_of` in a request of s queries and t keys that begin at tokens first_q and first_k."""
     at, head = place
-    first, rows = rows_at(at, s, causal)
+    first, rows = rows_at(at, s)
     seen = t - s + first + 1 if causal else t
     return Tile(first_q + first, rows, head, first_k, t, seen, first_q + first)
 
@@ -373,11 +403,26 @@ def split_of(tile: Tile, split: Any, splits: Any, room: Any, tokens: int, causal
     )
 
 
-def splits_for(n: Any, m: Any, requests: Any, heads: Any, clusters: Any, tokens: int) -> Any:
+def own_rows(tile: Tile, rank: Any, me: Any, together: int) -> Tile:
+    """A query tile as a consumer is to read it, which counts rows from its place among the four of a cluster
+    (`block_of`). A short one is that of two heads, one for each CTA: rows of UPPER, then those of LOWER."""
+    if together == 1:
+        return tile
+    short = (tile.rows > 0) & (tile.rows <= SHORT)
+    moved = cutlass.select_(short, (me - block_of(rank, me)) * HALF, 0)
+    return tile._replace(
+        rows=tile.rows - moved,
+        head=tile.head + cutlass.select_(short, rank, 0),
+        seen=tile.seen + moved,
+        place=tile.place + moved,
+    )
+
+
+def splits_for(n: Any, m: Any, requests: Any, heads: Any, clusters: Any, tokens: int, together: int = 1) -> Any:
     """Into how many splits the keys of all query tiles are cut, for n query tokens and m keys in all: what takes the
     fewest KV tiles of time, if the requests are alike. A cluster takes one query tile after another, each of which
     costs a KV tile more than it has; partials and their merge cost two."""
-    tiles = requests * heads * ceil_div(ceil_div(n, requests), ROWS)
+    tiles = requests * (heads // together) * query_tiles(ceil_div(n, requests), together)
     length = ceil_div(ceil_div(m, requests), tokens)
     chosen, least = 1, ceil_div(tiles, clusters) * (length + TILE_COST)
     for splits in range(2, MOST_SPLITS + 1):
@@ -423,7 +468,8 @@ def window_at(
     cu_seqlens_q: cute.Tensor,
     cu_seqlens_k: cute.Tensor,
     order: cute.Tensor,
-    heads: Int32,  # times splits
+    units: Int32,  # heads that are dealt together, of all splits
+    together: cutlass.Constexpr,
 ) -> Window:
     """The window of requests `rank` on, in front of which there are `begin` query tiles; by a whole warp."""
     requests = cu_seqlens_q.shape[0] - 1
@@ -434,7 +480,7 @@ def window_at(
         t = cutlass.max(cu_seqlens_k[request + 1] - cu_seqlens_k[request], 0)
     before_s, before_t = cute.arch.shuffle_sync_up(s, 1), cute.arch.shuffle_sync_up(t, 1)
     leads = (lane == 0) | (s != before_s) | (t != before_t)
-    count = query_tiles(s) * heads
+    count = query_tiles(s, together) * units
     until = count
     for i in cutlass.range_constexpr(5):
         other = cute.arch.shuffle_sync_up(until, 1 << i)
@@ -486,17 +532,20 @@ def schedule(
 ):
     """What the scheduler warp does, until there are no more query tiles. Every split counts as a query tile of a head
     of its own."""
-    cu_seqlens_q, cu_seqlens_k, heads = inputs.cu_seqlens_q, inputs.cu_seqlens_k, geometry.h * splits
+    cu_seqlens_q, cu_seqlens_k = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    together = cutlass.const_expr(geometry.together)
+    of_split = cutlass.const_expr(geometry.h // together)
+    units = of_split * splits
     requests = cu_seqlens_q.shape[0] - 1
     order = storage.order.get_tensor(cute.make_layout(SORTED))
     if requests <= SORTED:
         sort_requests(cu_seqlens_q, cu_seqlens_k, order, lane)
-    window = window_at(Int32(0), Int32(0), lane, cu_seqlens_q, cu_seqlens_k, order, heads)
+    window = window_at(Int32(0), Int32(0), lane, cu_seqlens_q, cu_seqlens_k, order, units, together)
     index, number, working = block, Int32(0), True
     while working:
         searching = (index >= window.end) & (window.rank + WARP < requests)
         while searching:
-            window = window_at(window.rank + WARP, window.end, lane, cu_seqlens_q, cu_seqlens_k, order, heads)
+            window = window_at(window.rank + WARP, window.end, lane, cu_seqlens_q, cu_seqlens_k, order, units, together)
             searching = (index >= window.end) & (window.rank + WARP < requests)
         working = index < window.end
         tile, following = Tile(*7 * (Int32(0),)), Int32(0)
@@ -513,14 +562,17 @@ def schedule(
             request = request_at(window.rank + first, order, requests)
             s = cu_seqlens_q[request + 1] - cu_seqlens_q[request]
             t = cutlass.max(cu_seqlens_k[request + 1] - cu_seqlens_k[request], 0)
-            tiles, pairs = query_tiles(s), (end - first) * heads
+            tiles, pairs = query_tiles(s), (end - first) * units * together
             width, last = section_widths(ceil_div(t, splits), tiles, pairs, room, blocks, geometry)
-            at, pair = place_of(index - cute.arch.shuffle_sync(window.start, first), tiles, width, last, pairs)
-            request = request_at(window.rank + first + pair // heads, order, requests)
+            width, last, pairs = ceil_div(width, together), ceil_div(last, together), (end - first) * units
+            index_here = index - cute.arch.shuffle_sync(window.start, first)
+            place, unit = place_of(index_here, query_tiles(s, together), width, last, pairs)
+            at, side = query_tile_of(place, s, together)
+            request = request_at(window.rank + first + unit // units, order, requests)
             first_q, first_k = cu_seqlens_q[request], cu_seqlens_k[request]
-            tile = tile_of((at, pair % geometry.h), first_q, s, first_k, t, geometry.causal)
+            tile = tile_of((at, unit % of_split * together + side), first_q, s, first_k, t, geometry.causal)
             if cutlass.const_expr(geometry.split):
-                tile = split_of(tile, pair % heads // geometry.h, splits, rows, geometry.tokens, geometry.causal)
+                tile = split_of(tile, unit % units // of_split, splits, rows, geometry.tokens, geometry.causal)
         tell(storage, number, tile, lane)
         number = number + 1
         if working:
@@ -587,30 +639,36 @@ def load_tile(
     geometry: cutlass.Constexpr,
 ):
     """Loads Q, and K and V of all KV tiles in the order in which the consumers read them."""
-    kv_head, n = tile.head // geometry.group, geometry.tokens
+    head, n, alone = tile.head, geometry.tokens, cutlass.Boolean(False)
+    if cutlass.const_expr(geometry.together > 1):
+        alone = tile.rows <= SHORT
+        head = head + cutlass.select_(alone, rank, 0)
+    kv_head = head // geometry.group
     k_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.k_panels, STAGES))
     v_layout = wgmma.k_major_layout(dtype, (n, PANEL * geometry.v_panels, STAGES))
     q_layout = wgmma.k_major_layout(dtype, (HALF, PANEL * geometry.k_panels, 2))
     queries = wgmma.smem_view(storage.query.data_ptr(), 0, q_layout)
     keys = wgmma.smem_view(storage.keys.data_ptr(), 0, k_layout)
     values = wgmma.smem_view(storage.values.data_ptr(), 0, v_layout)
-    q = cute.domain_offset((tile.row, 0), inputs.q[None, None, tile.head])
+    q = cute.domain_offset((tile.row, 0), inputs.q[None, None, head])
     k = cute.domain_offset((tile.key, 0), inputs.k[None, None, kv_head])
     v = cute.domain_offset((tile.key, 0), inputs.v[None, None, kv_head])
     q_boxes, q_places = paged.boxes_of(inputs.tma_q, q, queries, HALF)
     k_boxes, k_places = paged.boxes_of(inputs.tma_k, k, keys, n // CTAS)
     v_boxes, v_places = paged.boxes_of(inputs.tma_v, v, values, n // CTAS)
-    k_panels, v_panels = geometry.k_panels, geometry.v_panels
+    k_panels = geometry.k_panels
     full_k, full_v = storage.k_full.data_ptr(), storage.v_full.data_ptr()
     empty_k, empty_v = storage.k_empty.data_ptr(), storage.v_empty.data_ptr()
+    blocks = [cutlass.select_(alone, half, block_of(rank, half)) for half in range(2)]
+    last = count - 1
     if count > 0:
         if count == 1:
             ask(storage, rank)
-        load_stage(inputs.tma_k, k_boxes, k_places, count - 1, done, full_k, empty_k, k_panels, n, rank)
+        load_stage(inputs.tma_k, k_boxes, k_places, last, done, full_k, empty_k, n, rank, alone)
         # Nobody has read these rows before: while the consumers still read the last Q, this one comes as far as L2.
         for half in cutlass.range_constexpr(2):
             for panel in cutlass.range_constexpr(k_panels):
-                cute.prefetch(inputs.tma_q, q_boxes[None, block_of(rank, half), panel])
+                cute.prefetch(inputs.tma_q, q_boxes[None, blocks[half], panel])
         full_q, empty_q = storage.q_full.data_ptr(), storage.q_empty.data_ptr()
         for half in cutlass.range_constexpr(2):
             cute.arch.mbarrier_wait(empty_q + half, (loads & 1) ^ 1)
@@ -619,17 +677,17 @@ def load_tile(
             for panel in cutlass.range_constexpr(k_panels):
                 cute.copy(
                     inputs.tma_q,
-                    q_boxes[None, block_of(rank, half), panel],
+                    q_boxes[None, blocks[half], panel],
                     q_places[None, 0, panel, half],
                     tma_bar_ptr=full_q + half,
                     cache_policy=Int64(PASS),
                 )
         for i in cutlass.range(1, count, unroll=1):
-            if i == count - 1:
+            if i == last:
                 ask(storage, rank)
-            load_stage(inputs.tma_k, k_boxes, k_places, count - 1 - i, done + i, full_k, empty_k, k_panels, n, rank)
-            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, v_panels, n, rank)
-        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + count - 1, full_v, empty_v, v_panels, n, rank)
+            load_stage(inputs.tma_k, k_boxes, k_places, last - i, done + i, full_k, empty_k, n, rank, alone)
+            load_stage(inputs.tma_v, v_boxes, v_places, count - i, done + i - 1, full_v, empty_v, n, rank, alone)
+        load_stage(inputs.tma_v, v_boxes, v_places, 0, done + last, full_v, empty_v, n, rank, alone)
 
 
 @cute.jit
@@ -641,24 +699,28 @@ def load_stage(
     turn: Int32,  # KV tiles that this CTA has loaded before
     full: cute.Pointer,
     empty: cute.Pointer,
-    panels: cutlass.Constexpr,
     tokens: cutlass.Constexpr,
     rank: Int32,
+    alone: cutlass.Boolean,
 ):
-    """Loads a KV tile's K, or its V, into the stage whose turn it is, once that is free."""
-    stage = turn % STAGES
+    """Loads a KV tile's K, or its V, into the stage whose turn it is, once that is free in both CTAs: half of it for
+    both, or, alone, all of it for this CTA."""
+    stage, panels = turn % STAGES, cutlass.const_expr(cute.size(places, mode=[2]))
     cute.arch.mbarrier_wait(empty + stage, (turn // STAGES & 1) ^ 1)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full + stage, 2 * tokens * PANEL * panels)
-    for panel in cutlass.range_constexpr(panels):
-        cute.copy(
-            tma,
-            boxes[None, kv_tile * CTAS + rank, panel],
-            places[None, rank, panel, stage],
-            tma_bar_ptr=full + stage,
-            mcast_mask=Int16((1 << CTAS) - 1),
-            cache_policy=Int64(KEEP),
-        )
+    mask = Int16(cutlass.select_(alone, Int32(1) << rank, Int32((1 << CTAS) - 1)))
+    for half in cutlass.range_constexpr(CTAS):
+        if alone | (rank == half):
+            for panel in cutlass.range_constexpr(panels):
+                cute.copy(
+                    tma,
+                    boxes[None, kv_tile * CTAS + half, panel],
+                    places[None, half, panel, stage],
+                    tma_bar_ptr=full + stage,
+                    mcast_mask=mask,
+                    cache_policy=Int64(KEEP),
+                )
 
 
 def block_of(rank: Any, me: Any) -> Any:
@@ -1166,7 +1228,8 @@ def consume(
     row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
     w.acc_o.fill(0.0)
     w.begin_rows()
-    tile, number = heard(storage, Int32(0)), Int32(1)
+    together = cutlass.const_expr(geometry.together)
+    tile, number = own_rows(heard(storage, Int32(0)), rank, me, together), Int32(1)
     before, due = tile, Int32(0)  # the query tile whose last product is due, and its KV tiles, if any
     now = Count(Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)).behind(tile, first_row, geometry)
     working = True
@@ -1200,14 +1263,14 @@ def consume(
                 store_no_keys(tile, out, lse, first_row, mine, geometry)
         due, before = now.count, tile
         if working:
-            tile = heard(storage, number)
+            tile = own_rows(heard(storage, number), rank, me, together)
             number = number + 1
         now = now.behind(tile, first_row, geometry)
 
 
 # ------------------------------------------------------------------------------------------------ device: the kernel
 @cute.kernel
-def flash_attention_v21(
+def flash_attention_v23(
     inputs: Inputs,
     out: cute.Tensor,  # (n, h, dv) 16-bit, or partials of all splits, (splits · n, h, dv) fp32, global memory
     lse: cute.Tensor,  # (h, n), or of partials (h, splits · n), fp32, global memory
@@ -1266,7 +1329,7 @@ def flash_attention_v21(
     cute.arch.cluster_wait()
 
 
-flash_attention_v21.set_name_prefix("flash_attention_v21", remove_cutlass_symbol=True, keep_mangled_name=False)
+flash_attention_v23.set_name_prefix("flash_attention_v23", remove_cutlass_symbol=True, keep_mangled_name=False)
 
 
 # ------------------------------------------------------------------------------------------------ device: the merge
@@ -1377,7 +1440,7 @@ def launch_flash_attention(
     requests, rows, h = Int32(cu_seqlens_q.shape[0] - 1), Int32(q.shape[0]), geometry.h
     inputs = Inputs(tma_q, q_view, tma_k, k_view, tma_v, v_view, cu_seqlens_q, cu_seqlens_k)
     clusters, scale_log2, dtype = blocks // CTAS, scale * math.log2(math.e), q.element_type
-    splits = splits_for(rows, Int32(k.shape[0]), requests, h, clusters, geometry.tokens)
+    splits = splits_for(rows, Int32(k.shape[0]), requests, h, clusters, geometry.tokens, geometry.together)
     fit = cutlass.max(MOST_ROWS // (rows * h), 1)
     splits = cutlass.min(cutlass.select_(asked > 0, asked, splits), fit)
     grid = (cutlass.min(clusters, (rows // ROWS + requests) * h * splits) * CTAS, 1, 1)
@@ -1387,14 +1450,14 @@ def launch_flash_attention(
             cute.make_layout((splits * rows, h, geometry.dv), stride=(h * geometry.dv, geometry.dv, 1)),
         )
         sums = cute.make_tensor(partial_lse.iterator, cute.make_layout((h, splits * rows), stride=(splits * rows, 1)))
-        flash_attention_v21(
+        flash_attention_v23(
             inputs, own, sums, counter, scale_log2, room, splits, rows, dtype, geometry.splitting
         ).launch(grid=grid, block=(THREADS, 1, 1), cluster=(CTAS, 1, 1), min_blocks_per_mp=1, stream=stream)
         merge_splits(own, sums, out, lse, cu_seqlens_q, splits, rows, geometry).launch(
             grid=(ceil_div(rows * h, MERGING), 1, 1), block=(MERGING * WARP, 1, 1), stream=stream
         )
     else:
-        flash_attention_v21(inputs, out, lse, counter, scale_log2, room, splits, rows, dtype, geometry).launch(
+        flash_attention_v23(inputs, out, lse, counter, scale_log2, room, splits, rows, dtype, geometry).launch(
             grid=grid, block=(THREADS, 1, 1), cluster=(CTAS, 1, 1), min_blocks_per_mp=1, stream=stream
         )
 
@@ -1415,7 +1478,7 @@ def takes(pd: PrefillProblem) -> Verdict:
 
 
 @dataclass(frozen=True)
-class FlashAttentionV21Tiling(Tiling):
+class FlashAttentionV23Tiling(Tiling):
     """kv_tile: tokens of a KV tile; 0: as many as shared memory and registers have room for. ordered: the consumers
     issue their products in turn, so that the softmax of one runs beside the products of the other; without it they
     find their own order. section_mib: MiB of keys and values that CTAs read from L2 at a time (`section_widths`).
@@ -1454,13 +1517,13 @@ class FlashAttentionV21Tiling(Tiling):
         return Verdict.yes()
 
 
-class FlashAttentionV21Plan(KernelPlan):
+class FlashAttentionV23Plan(KernelPlan):
     """One compiled kernel a problem class; requests, lengths and strides are arguments, and lengths are read on the
     device only."""
 
     workload = prefill.WORKLOAD
-    tiling_type = FlashAttentionV21Tiling
-    tiling: FlashAttentionV21Tiling
+    tiling_type = FlashAttentionV23Tiling
+    tiling: FlashAttentionV23Tiling
     any_size = True
     # Version 0 takes fp16, in which this one was never run.
     requires = Requirement(
@@ -1468,11 +1531,11 @@ class FlashAttentionV21Plan(KernelPlan):
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 
-    def default_tiling(self) -> FlashAttentionV21Tiling:
-        return FlashAttentionV21Tiling()
+    def default_tiling(self) -> FlashAttentionV23Tiling:
+        return FlashAttentionV23Tiling()
 
     def autotune_configs(self) -> list[Tiling]:
-        tilings = [FlashAttentionV21Tiling(splits=splits) for splits in (0, 1, 2, 4)]
+        tilings = [FlashAttentionV23Tiling(splits=splits) for splits in (0, 1, 2, 4)]
         return [x for x in tilings if x.validate(self.problem, self.device)]
 
     @any_scale(0)
@@ -1484,7 +1547,7 @@ class FlashAttentionV21Plan(KernelPlan):
 
         outputs = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
         if not len(q):
-            return LibraryCall(lambda: None, name="flash_attention_v21", input_tensors=inputs, output_tensors=outputs)
+            return LibraryCall(lambda: None, name="flash_attention_v23", input_tensors=inputs, output_tensors=outputs)
         rooms = (q.new_empty(size, dtype=torch.float32) for size in (MOST_ROWS * v.shape[2], MOST_ROWS))
         return self._make(inputs, outputs, (q.new_zeros(2, dtype=torch.int32), *rooms))
 
@@ -1525,9 +1588,9 @@ class FlashAttentionV21Plan(KernelPlan):
         numbers = (pd.scale, host.target(self).num_sms, room, self.tiling.splits) if inputs else ()
         return host.stage(
             self,
-            flash_attention_v21,
+            flash_attention_v23,
             launch_flash_attention,
-            "flash_attention_v21",
+            "flash_attention_v23",
             arguments,
             (*inputs, *outputs, *workspaces, *numbers),
             inputs,

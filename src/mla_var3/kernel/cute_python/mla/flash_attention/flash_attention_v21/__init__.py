@@ -1,1 +1,0 @@
-"""Version 21: keys of a query tile in splits, where query tiles are few."""

@@ -268,8 +268,9 @@ def test_latents_and_keys_are_appended_at_once(fields: dict[str, Any]) -> None:
 
     problem = workload.IndexedAppendProblem(**fields)
     assert len(right(planned("cute-dsl/indexed_append", problem))) >= 15
-    *x, k, weight, bias = workload.make_inputs(problem, "cuda", seed=2)
-    found = []
+    inputs: Any = workload.make_inputs(problem, "cuda", seed=2)
+    q, latent, rope, positions, slots, table, k, weight, bias = inputs
+    found: list[Any] = []
     for at_once in (True, False):
         out = torch.zeros((problem.tokens, problem.h, 576), dtype=torch.bfloat16, device="cuda")
         cache = new_cache(layout_of("v32"), problem.pages, 64, "cuda").view(torch.uint8).zero_()
@@ -277,11 +278,12 @@ def test_latents_and_keys_are_appended_at_once(fields: dict[str, Any]) -> None:
         turned, powers = problem.interleaved_keys, problem.powers_of_keys
         if at_once:
             indexed_append(
-                *x[:3], k, weight, bias, *x[3:], out, cache, index_cache, interleaved_keys=turned, powers_of_keys=powers
-            )
+                q, latent, rope, k, weight, bias, positions, slots, table, out, cache, index_cache,
+                interleaved_keys=turned, powers_of_keys=powers,
+            )  # fmt: skip
         else:
-            rope_append(*x, out, cache, layout="v32")
-            index_append(k, weight, bias, *x[3:], index_cache, interleaved=turned, powers=powers)
+            rope_append(q, latent, rope, positions, slots, table, out, cache, layout="v32")
+            index_append(k, weight, bias, positions, slots, table, index_cache, interleaved=turned, powers=powers)
         found.append((cache[..., :528], index_cache, cache[..., 528:].view(torch.int16), out.view(torch.int16)))
     one, other = found
     assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])

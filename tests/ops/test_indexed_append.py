@@ -45,7 +45,7 @@ def caches(problem: IndexedAppendProblem) -> dict[str, Any]:
 def test_bytes_are_those_of_the_two_functions(fields: dict[str, Any], dist: str) -> None:
     problem = SMALL.replace(**fields)
     x, one, two = given(problem, dist), caches(problem), caches(problem)
-    of_keys = {"interleaved_keys": problem.interleaved_keys, "powers_of_keys": problem.powers_of_keys}
+    of_keys: dict[str, Any] = {"interleaved_keys": problem.interleaved_keys, "powers_of_keys": problem.powers_of_keys}
     indexed_append(**x, **one, powers=problem.powers, **of_keys, kernel=BOTH)
     k, weight, bias = x.pop("k"), x.pop("weight"), x.pop("bias")
     index_cache = two.pop("index_cache")

@@ -117,8 +117,9 @@ def _called(compiled: CompiledKernel, *arguments: Any) -> None:
 @dataclass
 class Remembered:
     """A launch that calls of one signature share: handle(*inputs, *outputs, *rest), on the stream of the signature.
-    facts: what the function that remembers it wants to know again. Of calls with equal shapes also new_out and new_lse,
-    functions that make outputs, and spare: memory for an lse that nobody asked for; None: it is too large."""
+    facts: what the function that remembers it wants to know again. Of calls with equal shapes, n query tokens
+    of h heads and values of dv columns, also new_out and new_lse, functions that make out (n, h, dv) in q's dtype and
+    lse (h, n) float32, and spare (h, n) float32: memory for an lse that nobody asked for; None: it is too large."""
 
     handle: Callable[..., Any]
     rest: tuple[Any, ...]
@@ -437,8 +438,8 @@ def direct_launch(kernel: Any, own: Sequence[Any]) -> tuple[Callable[..., Any], 
 
 
 def new_like(dtype: torch.dtype, device: torch.device, *shape: int) -> Callable[[], torch.Tensor]:
-    """What makes contiguous tensors of this form. It takes half as long as `torch.empty`, which reads its arguments
-    anew in each call."""
+    """A function without arguments that makes a contiguous tensor of this dtype, device and shape, not initialised. It
+    takes half as long as `torch.empty`, which reads its arguments anew in each call."""
     import torch
 
     with torch.inference_mode(False):

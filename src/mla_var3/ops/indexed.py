@@ -1,11 +1,12 @@
 """`indexed_append`: what a layer with a lightning indexer caches of new tokens, in one launch.
 
-    indexed_append(q, normed, rope, k, weight, bias, positions, slots, table, queries, cache, index_cache)
+    indexed_append(q, latent, rope, k, weight, bias, positions, slots, table, out, kv_cache, index_cache)
 
-is `rope_append(q, normed, rope, positions, slots, table, queries, cache, layout="v32")` and
-`index_append(k, weight, bias, positions, slots, table, index_cache)`. Codes and scales are theirs to the byte. Columns
-that are turned and stay in bf16 are rounded once; where one lies as near to the middle between two numbers as float32
-can tell, it may become the other one.
+is `rope_append(q, latent, rope, positions, slots, table, out, kv_cache, layout="v32")` and
+`index_append(k, weight, bias, positions, slots, table, index_cache)`. Codes and scales are made in the same steps, and
+were theirs to the byte in every comparison that tells which bytes differ. Rope columns in bf16 may be the next number:
+where a turned column lies as near to the middle between two numbers of bf16 as float32 can tell, it may be rounded to
+the other one.
 """
 
 from __future__ import annotations
@@ -54,14 +55,21 @@ def indexed_append(
 ) -> None:
     """`rope_append` into a packed cache of layout v32 and `index_append` into an index cache, of the same tokens.
 
-    q (n, h, any), latent (n, 512), rope (n, 64), positions, slots, table, out and kv_cache: as of `rope_append` with
-    layout v32, in bf16. k (n, 128), weight, bias and index_cache (pages, 64, 132): as of `index_append`. Both caches
-    have the same slots: token i is written to row slots[i] % page of page slots[i] // page of kv_cache, whose pages are
-    a multiple of 64 tokens, and to row slots[i] % 64 of page slots[i] // 64 of index_cache. interleaved, powers: of
-    queries, rope and latents; interleaved_keys, powers_of_keys: of the indexer's keys. kernel, on: as of `mla_decode`.
+    q (n, h, any), latent (n, 512), rope (n, 64), all bf16, of n tokens of h query heads: the last 64 columns of q are
+    turned into the last 64 of out (n, h, 576) bf16, and latent and rope become rows of kv_cache (pages, tokens of a
+    page, 656) of torch.uint8 or torch.float8_e4m3fn, as of `rope_append` with layout v32. k (n, 128) bf16, weight and
+    bias (128,) float32: the indexer's keys and their LayerNorm, which go into index_cache (pages, 64, 132) of
+    torch.uint8, as of `index_append`. positions (n,) and slots (n,), both int32 or both int64, and table (positions,
+    64) float32, cosines, then sines: for both.
 
-    Codes and scales are those of the two functions to the byte. Raises `UserError` in one sentence for what does not
-    fit.
+    Both caches have the same slots: token i is written to row slots[i] % page of page slots[i] // page of kv_cache,
+    whose pages are a multiple of 64 tokens, and to row slots[i] % 64 of page slots[i] // 64 of index_cache. A token
+    whose slot is negative, or past the last row of a cache, is not written into that cache; its queries are turned all
+    the same. interleaved, powers: of queries, rope and latents; interleaved_keys, powers_of_keys: of the indexer's
+    keys. kernel, on: as of `mla_decode`.
+
+    Rope columns in bf16, those of out and of kv_cache, may be the number next to what `rope_append` writes: the
+    module's docstring says when. It computes no gradient. Raises `UserError` in one sentence for what does not fit.
     """
     import torch
 

@@ -348,7 +348,9 @@ def _of_requests(ends: Any, b: int, s: int) -> Any:
 
 
 def index_cache_of(name: str, cache: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """An index cache as kernels take it."""
+    """An index cache as kernels take it: a view (pages, 64, 132) of one that is so, or (pages, 64, 1, 132), of
+    torch.uint8 and on the device of `like`. Raises `UserError` for another one, and where a page's bytes do not lie
+    behind each other or pages do not begin at multiples of 16 bytes; `name` is what the error calls it."""
     import torch
 
     flat = cache.squeeze(2) if isinstance(cache, torch.Tensor) and cache.dim() == 4 and cache.shape[2] == 1 else cache

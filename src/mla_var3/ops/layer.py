@@ -240,7 +240,11 @@ def latent_append(
 def cache_parts(
     layout: Layout, kv_cache: torch.Tensor, scale: torch.Tensor | None, like: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Codes, scales and plain columns of a packed cache, on the device of another tensor."""
+    """Codes, scales and plain columns of a packed cache, as views of it: `workload.packed_append` has their shapes.
+
+    kv_cache (pages, tokens of a page, bytes of a token) of torch.uint8 or torch.float8_e4m3fn, on the device of `like`.
+    scale (1,) float32: of a layout with one scale, and of no other. Raises `UserError` for what does not fit.
+    """
     import torch
 
     if layout.name == "bf16":

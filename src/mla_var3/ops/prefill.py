@@ -66,9 +66,10 @@ def mla_prefill(
     """Attention of each request's query tokens to the request's keys, head by head.
 
     q (n, h, dk), k (m, h_kv, dk), v (m, h_kv, dv), where h is a multiple of h_kv and dv at most dk; of DeepSeek's
-    models dk is 192, dv 128, and h_kv is h. bf16 or fp16, on a CPU fp32 too. cu_seqlens_q and cu_seqlens_k (b + 1,)
-    int32, on the device of q: request i has the query tokens cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1 of q, and those
-    keys of k and v that cu_seqlens_k says. Both begin with 0 and never decrease; their last entries are at most n and
+    models dk is 192, dv 128, and h_kv is h. bf16 or fp16, on a CPU fp32 too. cu_seqlens_q and cu_seqlens_k (b + 1,), on
+    the device of q, int32, or int64, which costs two small launches a list and about 40 us of the host: request i has
+    the query tokens cu_seqlens_q[i] .. cu_seqlens_q[i + 1] - 1 of q, and those keys of k and v that cu_seqlens_k says.
+    Both begin with 0 and never decrease; their last entries are at most n and
     m. On a CPU this is checked; a GPU reads them in the kernel, where nobody could tell, and with offsets beyond n or m
     the kernel reads and writes memory behind the tensors. A request may have no tokens.
 
@@ -237,9 +238,10 @@ def flash_attn_varlen_func(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`mla_prefill` with the arguments of flash_attn 2.8's function of this name: a program changes its import.
 
-    q (n, h, dk), k (m, h_kv, dk), v (m, h_kv, dv), cu_seqlens_q and cu_seqlens_k (b + 1,) int32: as of `mla_prefill`;
-    values may be narrower than keys, which flash_attn refuses. max_seqlen_q and max_seqlen_k are not looked at, as the
-    kernel reads the lengths. deterministic: every call gives the same bits, and there is no backward pass.
+    q (n, h, dk), k (m, h_kv, dk), v (m, h_kv, dv), cu_seqlens_q and cu_seqlens_k (b + 1,) int32 or int64: as of
+    `mla_prefill`; values may be narrower than keys, which flash_attn refuses. max_seqlen_q and max_seqlen_k are not
+    looked at, as the kernel reads the lengths. deterministic: every call gives the same bits, and there is no backward
+    pass.
     dropout_p, window_size, softcap, alibi_slopes and block_table must be left at their defaults, and q, k and v must
     not require a gradient. return_attn_probs: returns (out, lse (h, n) float32, an empty tensor), as flash_attn does
     without dropout; lse is -inf, and not +inf, where a query sees no key.

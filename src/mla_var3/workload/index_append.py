@@ -216,7 +216,9 @@ def make_inputs(
 
 
 def drawn(problem: IndexAppendProblem, positions: Any, table: Any, *, seed: int, dist: str) -> tuple[Any, Any, Any]:
-    """Random (k, weight, bias) of tokens whose positions are there."""
+    """Random (k (tokens, 128) bf16, weight (128,), bias (128,) float32) for tokens whose positions (tokens,) and table
+    (positions, 64) are there, on the table's device. The same seed draws the same values. dist: of `DISTRIBUTIONS`; of
+    one that concerns positions or slots alone they are normal."""
     import torch
 
     generator = torch.Generator(device=table.device)

@@ -918,7 +918,7 @@ class MqaLogitsV4Tiling(Tiling):
     consumers take turns where there is one part of more than 128 columns and logits are float32. ctas: of the grid; 0:
     one for each multiprocessor. beyond: a query token with as many keys in range, or fewer, gets no logits; a top-k of
     as many chooses all of them. producers: warps that load KV tiles, 1, or 4 over pages; 0: 4 where a query tile over
-    pages has at most 64 columns, else 1."""
+    pages has at most 64 columns, else 1. The default plan takes 0 from 1,048,576 cached tokens on, else 1."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 

@@ -171,25 +171,37 @@ MORE = {
         "`causal` stands where a query sees no later key, and `d` is the number of columns of a value and `p` how "
         "many more a key has, named where they are not 128 and 64: `d128_p0` is 128/128, `d256_p0` 256/256, and "
         "`d128_p128` 256/128, for which FlashAttention-3 and FlashAttention-4 get values padded to the keys' width. "
-        "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. FlashAttention-4 "
-        "was not timed in seven cells, whose rows lack it. The fastest library is the one that is fastest in burst. "
-        "Each sustained time is of one turn of 0.3 seconds, behind the turns of the contenders before it, and may "
-        "differ by some per cent from one run to the next. In the eight cells with version 23 it is the mean of two "
-        "turns in both orders, and FlashAttention-4's times are of an earlier run than the others'. Version 21, which "
-        "has no rows, was picked with chunks of 512 tokens of 16 heads between versions 18 and 23; with the pipeline "
-        "around it [chunk_decompress](../../devlogs/chunk_decompress/cute-dsl-v0.md) has its times."
+        "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. The eight cells "
+        "with version 23 were timed again without FlashAttention-4: four of them have its times in [earlier "
+        "runs](#earlier-runs-of-cells-that-were-timed-again), and in the other four, as in three more cells, it was "
+        "not timed beside these kernels. In one of the three, `b1_s8192_h128_t8192`, it took 6,775 us in burst in a "
+        "run of 2026-11-21 (`results/h200/2026-11-21-prefill.jsonl`). "
+        "The fastest library is the one that is fastest in burst. Each sustained time is of one turn of "
+        "0.3 seconds, behind the turns of the contenders before it, and may differ by some per cent from one run to "
+        "the next. In the eight cells with version 23 it is the mean of two turns in both orders. In eight other "
+        "cells, of 512 to 2,048 query tokens of a request, version 23 is picked now, and the rows are of version 18. "
+        "Before version 23, and after 18, version 21 was picked for chunks of 512 tokens of 16 heads. It was not timed "
+        "here; with the pipeline around it [chunk_decompress](../../devlogs/chunk_decompress/cute-dsl-v0.md) has its "
+        "times."
     ),
     "unseen_prefill": (
-        " Each seed was new to the rules by which its versions were picked. The rules were changed after each of the "
+        " Each seed was new to the rules by which its versions were picked. It draws 24 cells, and the last six to "
+        "nine of them have no times, since its run ended before them. The rules were changed after each of the "
         "first three seeds, in which version 1, and after it versions 12 and 18, were slower than FlashAttention-3 "
         "in some cells. [Version 22](../../devlogs/flash_attention/cute-dsl-v22.md) took most of these, and seed 61961 "
-        "was drawn for the rules with it. In one of its 15 cells version 18 was below 0.97 of FlashAttention-3, "
-        "`b13_s615_h128_t7778_causal_mostly_empty_d128_p0`: the longest request has 528 query tokens behind 93,119 "
-        "others, which are three query tiles of 256 rows for each head, one of them half empty. [Version "
-        "23](../../devlogs/flash_attention/cute-dsl-v23.md), which fills half empty query tiles, is picked there now "
-        "and was timed in a run of its own, beside FlashAttention-3. Seed 77347 was drawn for the rules of today. "
-        "Sustained times of the first three seeds are of one turn, and those of the last two of two turns in both "
-        "orders."
+        "was drawn for the rules with it. In one of its 15 cells that were timed, "
+        "`b13_s615_h128_t7778_causal_mostly_empty_d128_p0`, version 18 was picked and had 0.950 of the speed of "
+        "FlashAttention-3: the longest request has 528 query tokens behind 93,119 others, in query tiles of 128, 256 "
+        "and 144 rows for each head, and in version 18 one of 128 rows fills half of a cluster. [Version "
+        "23](../../devlogs/flash_attention/cute-dsl-v23.md), in which two heads share the cluster, is picked there "
+        "now. This cell alone was timed again with it, in a run of its own beside FlashAttention-3, and has 0.997. "
+        "Tables and means have this later time, and the times as drawn are in [earlier "
+        "runs](#earlier-runs-of-cells-that-were-timed-again). As drawn the means of this seed are 1.142 in burst and "
+        "1.146 sustained. Over the 33 cells of the last two seeds they are 1.208 and 1.199 as drawn, and 1.210 and "
+        "1.202 with the later time; as drawn FlashAttention-3 was faster in five of these cells in burst and in three "
+        "sustained, by up to 5 %. In nine more cells of seed 61961 version 23 is picked now, and the rows are of "
+        "version 18. Seed 77347 was drawn for the rules of today. Sustained times of the first three seeds are of one "
+        "turn, and those of the last two of two turns in both orders."
     ),
     "indexer_logits": (
         " In the cell with logits in bf16 the run timed version 3, which is retired, so that the first table leaves it "
@@ -316,12 +328,16 @@ BOARD = (
 )
 
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
-METHOD = (
+#: What every page says of a time and a limit.
+TIMED = (
     "The L2 cache is cold before every call. Burst is the time on a cool chip, sustained the time at the chip's power "
     "limit. The limit of a cell is the larger of FLOPs / cuBLAS rate and bytes / read rate, where both rates were "
     "measured in the same run. These rates are what a product of cuBLAS and a kernel that only reads reached, and no "
-    "bounds of the hardware, so that a kernel can pass 100 %. Unless something else is said, all contenders of a cell "
-    "took turns in one process. A speedup above 1 means that the kernel here is faster than the library."
+    "bounds of the hardware, so that a kernel can pass 100 %."
+)
+METHOD = (
+    f"{TIMED} Unless something else is said, all contenders of a cell took turns in one process. A speedup above 1 "
+    "means that the kernel here is faster than the library."
 )
 #: Behind METHOD where a table has such columns.
 SHARED = (
@@ -540,6 +556,32 @@ def against_each(name: str) -> str:
     return said and f"{said}\n"
 
 
+#: Page -> the library whose turns in older runs of a cell it shows too, in a section of their own.
+EARLIER = {"prefill": "peer/fa4", "unseen_prefill": "peer/fa3"}
+
+
+def earlier(name: str) -> str:
+    """A section with the runs of a page's files that newer ones replaced in its tables, if the library in `EARLIER`
+    took turns in them; "" where there are none."""
+    shown = {r["run"] for r in records_of(MAIN, name)} if name in EARLIER else set()
+    runs: dict[str, list[dict[str, Any]]] = {}
+    files: dict[str, str] = {}
+    for file in files_of(MAIN, name) if name in EARLIER else ():
+        for r in records_in(file):
+            if r["time_us"] and r["run"] not in shown:
+                runs.setdefault(r["run"], []).append(r)
+                files[r["run"]] = f"`results/{file}`"
+    older = {run: some for run, some in runs.items() if EARLIER[name] in map(label, some)}
+    if not older:
+        return ""
+    table = without_comments(comparison(r for some in older.values() for r in some))
+    where_from = _listed(dict.fromkeys(files[run] for run in older))
+    return (
+        "\n## Earlier runs of cells that were timed again\n\nThe contenders of a cell took turns in a run that a newer "
+        f"one has replaced in all tables and means above. The records are in {where_from}.\n\n{table}\n"
+    )
+
+
 def against(records: list[dict[str, Any]]) -> str:
     """Summary and table of the fastest kernels of this project that are still here."""
     here = live(records)
@@ -601,7 +643,7 @@ def page(name: str) -> str:
     about = f"{WHAT[name]}{MORE.get(name, '')}{lacking(MAIN, name)}"
     return (
         f"{HEAD}\n# {name}\n\n{about}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
-        f"\n## All contenders\n\n{without_comments(comparison(records))}\n"
+        f"\n## All contenders\n\n{without_comments(comparison(records))}\n{earlier(name)}"
         f"\n## Where the records are\n\n{sources(MAIN, name)}"
     )
 
@@ -753,25 +795,36 @@ TILINGS: dict[tuple[str, int], dict[str, dict[str, int]]] = {
 FEW_ROWS = 32
 PORTABLE_WHAT = {
     "": (
-        "The designs with products of single warps (`mma.sync`) run on every GPU since Ampere. On Hopper others are "
-        "faster, so nothing here is picked on the H200 that timed it. What A100, RTX and other cards take is not "
-        "known: their tilings ran here, which says what less shared memory costs and nothing of those cards' times. "
-        "All contenders of a row's cell took turns in one process. A ratio above 1 means that the version of the row "
-        "is faster than the kernel that the column names."
+        "The designs with products of single warps (`mma.sync`) use only instructions that every GPU since Ampere has. "
+        "Version 3 of decode is built for Ampere, Ada and Hopper, and version 1 of prompts for Hopper alone. On Hopper "
+        "other designs are faster, so nothing here is picked on the H200 that timed it. What A100, RTX and other cards "
+        "take is not known: their tilings ran here, which says what less shared memory costs and nothing of those "
+        "cards' times. All contenders of a row's cell took turns in one process. A ratio above 1 means that the "
+        "version of the row is faster than the kernel that the column names."
     ),
     "portable": (
-        "The 17 cells of the page [decode](decode.md) (`experiment=portable`). `cute-dsl/flash_mla_mma_v1` is the "
-        "version for up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more. Each has its own "
-        "tiling on an H200 (227 KB of shared memory for a CTA), and those that the dispatcher takes where a CTA may "
-        "have 163 KB (A100) or 99 KB (RTX 4090, L40S, A40). FlashInfer and Triton's kernel have their own choice of "
-        "tiling in all rows."
+        "Cells of the page [decode](decode.md) (`experiment=portable`). `cute-dsl/flash_mla_mma_v1` is the version for "
+        "up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more, which was not timed in "
+        "`b32_s16_h128_t4096`. Each was timed with its tiling for an H200 (227 KB of shared memory for a CTA), and in "
+        "seven cells with those that the dispatcher takes where a CTA may have 163 KB (A100) or 99 KB (RTX 4090, L40S, "
+        "A40). FlashInfer and Triton's kernel have their own choice of tiling in all rows. That of Triton's kernel "
+        "takes 216 KB of shared memory with 64 query rows and more, 112 KB with 32 and 92 KB with 8 and 16: with 64 "
+        "rows and more, tilings for 163 KB and 99 KB are compared with a kernel that needs more than these. What "
+        "FlashInfer's fa2 takes is in no record. A dash stands "
+        "where the log-sum-exp of FlashInfer's fa2 did not pass the check of the run, so that it was not timed; in "
+        "all later runs it passed."
     ),
     "portable_sparse": (
-        "Decode over packed FP8 caches, by indices and, where `t4096` ends a name, by a page table "
-        "(`experiment=portable_sparse`)."
+        "Decode over packed FP8 caches, by indices and, where `t4096` ends a name, by a page table of 4,096 tokens of "
+        "each request (`experiment=portable_sparse`). A name begins with the layout of the cache: `v32` is that of "
+        "DeepSeek V3.2, and `flat` has one scale for the whole cache. `top2048` are 2,048 tokens that indices name "
+        "for each query token."
     ),
     "portable_prefill": (
-        "Prompts over decompressed heads (`experiment=portable_prefill`). Version 1 needs the shared memory and the "
+        "Prompts over decompressed heads (`experiment=portable_prefill`), with keys of 192 columns and values of 128, "
+        "and of 256 both where `d256_p0` ends a name. s are the query tokens of a request and t its keys, the prefix "
+        "of a chunk among them; in `causal` problems a query sees no later key, and with `normal` and `lognormal` "
+        "requests have unequal lengths, of which s and t are the means. Version 1 needs the shared memory and the "
         "registers of Hopper; version 0 is picked on the other GPUs, with other tilings."
     ),
 }
@@ -807,6 +860,12 @@ def four_digits(us: float) -> str:
     return f"{us:.0f}" if us >= 1000 else f"{us:#.4g}"
 
 
+def span(ratios: Sequence[float], cells: int) -> str:
+    """The least and the largest, and of how many cells where these are fewer."""
+    few = f" ({len(ratios)} cells)" if len(ratios) < cells else ""
+    return f"{as_ratio(min(ratios))} to {as_ratio(max(ratios))}{few}" if ratios else "-"
+
+
 def portable_section(name: str) -> str:
     """A section of the page: a row for each cell and tiling of a version."""
     records = portable_records(name)
@@ -838,19 +897,16 @@ def portable_section(name: str) -> str:
                         group = "up to 32" if problem.rows <= FEW_ROWS else "64 and more"
                         ratios.setdefault((memory, group), {}).setdefault((word, state), []).append(ratio)
             rows.append(row)
-    text = f"{PORTABLE_WHAT[name]}\n\n"
+    known, shown = len(expand_cells(compose([f"experiment={name}"]))), sum(bool(row[0]) for row in rows)
+    text = f"{PORTABLE_WHAT[name]} The table has {shown} of the experiment's {known} cells.\n\n"
     if decode:
         columns = [(word, state) for word in beside for state in STATES]
         head = ["shared memory", "query rows", "cells", *(f"{word} over it, {state} (x)" for word, state in columns)]
         lines = []
         for memory, group in itertools.product(MEMORIES, ("up to 32", "64 and more")):
             of_group = ratios.get((memory, group), {})
-            spans = [
-                f"{as_ratio(min(found))} to {as_ratio(max(found))}" if (found := of_group.get(column)) else "-"
-                for column in columns
-            ]
-            if of_group:
-                lines.append([memory, group, str(max(map(len, of_group.values()))), *spans])
+            most = max(map(len, of_group.values()), default=0)
+            lines.append([memory, group, str(most), *(span(of_group.get(column, ()), most) for column in columns)])
         text += f"Least and largest ratio over the cells:\n\n{grid(head, lines)}\n\nAll rows:\n\n"
     commits = sorted({r.source.commit[:7] for r in records if r.source.commit})
     files = _listed([f"`results/{file}`" for file in PORTABLE[name] if (ROOT / "results" / file).is_file()])
@@ -862,9 +918,9 @@ def portable_section(name: str) -> str:
 
 def portable() -> str:
     """The text of the page about kernels for every GPU since Ampere."""
-    method = f"Measured on an {Device.get(MAIN).name}; {DENSE}, where a section says nothing else. {CELLS} {METHOD}"
+    method = f"Measured on an {Device.get(MAIN).name}; {DENSE}, where a section says nothing else. {CELLS} {TIMED}"
     return (
-        f"{HEAD}\n# Kernels for every GPU since Ampere\n\n{PORTABLE_WHAT['']}\n\n{method}\n\n## Decode\n\n"
+        f"{HEAD}\n# Kernels for GPUs since Ampere\n\n{PORTABLE_WHAT['']}\n\n{method}\n\n## Decode\n\n"
         f"{portable_section('portable')}\n## Sparse decode and packed caches\n\n{portable_section('portable_sparse')}"
         f"\n## Prompts\n\n{portable_section('portable_prefill')}"
     )
@@ -888,7 +944,7 @@ def index() -> str:
     return (
         f"{HEAD}\n# Results\n\nEach page is made from record files in `results/`, which it names, and a test makes it "
         f"again and compares.\n\n{method}\n\n{rows}{others}{several}"
-        "- [Kernels for every GPU since Ampere](portable.md): decode, sparse decode and prompts by products of single "
+        "- [Kernels for GPUs since Ampere](portable.md): decode, sparse decode and prompts by products of single "
         "warps, with the tilings of A100 and RTX cards as well.\n"
         "- [Board of dates](board.md): A row a date, a column a workload, against the fastest library.\n"
         "- [vLLM](serve_vllm.md): vLLM 0.25.1 with its own backends and with `MLA_VAR3`: logits, tokens a second, and "

@@ -80,6 +80,19 @@ def test_a_page_names_the_cells_that_nobody_measured(pages_module: Any, monkeypa
     assert pages_module.lacking(pages_module.MAIN, "decode") == " Of the 17 cells 0 were measured."
 
 
+def test_a_run_that_a_newer_one_replaced_is_shown_with_all_that_took_turns(pages_module: Any) -> None:
+    rows = [line.split(" | ")[0:2] for line in pages_module.earlier("unseen_prefill").splitlines() if "cute-" in line]
+    assert [row[1] for row in rows] == ["cute-dsl/flash_attention_v18"]
+    assert pages_module.earlier("prefill").count("| peer/fa4 |") == 4
+    assert pages_module.earlier("decode") == ""
+
+
+def test_a_range_of_fewer_cells_than_its_row_says_so(pages_module: Any) -> None:
+    assert pages_module.span((2.0, 1.5), 2) == "1.50 to 2.00"
+    assert pages_module.span((2.0, 1.5), 3) == "1.50 to 2.00 (2 cells)"
+    assert pages_module.span((), 3) == "-"
+
+
 def test_a_second_mean_leaves_out_calls_that_compute_next_to_nothing(pages_module: Any) -> None:
     told = pages_module.live(pages_module.records_of(pages_module.MAIN, "unseen_indexer"))
     kept = pages_module.not_empty(told)

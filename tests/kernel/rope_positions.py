@@ -1,4 +1,4 @@
-"""Positions that a table does not have, in a version of rope_append or packed_append.
+"""Positions that a table does not have, in a version of rope_append, packed_append or indexed_append.
 
 python rope_positions.py LABEL...     prints why a version is wrong on a CPU; TRITON_INTERPRET=1 for those of Triton
 """
@@ -14,36 +14,42 @@ import torch
 from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.packed_cache import E4M3_NAN
-from mla_var3.workload import packed_append, rope
+from mla_var3.workload import indexed_append, packed_append, rope
+from mla_var3.workload.indexed_append import IndexedAppendProblem
 from mla_var3.workload.packed_append import PackedAppendProblem
 from mla_var3.workload.rope import RopeProblem
 
 SIZES: dict[str, Any] = {"tokens": 9, "h": 4, "positions": 16, "page": 4}
+#: A problem's module, which makes its inputs and has its oracle.
+MODULES: dict[str, Any] = {"rope": rope, "packed_append": packed_append, "indexed_append": indexed_append}
 PROBLEMS: list[RopeProblem] = [
     RopeProblem(**SIZES),
     RopeProblem(**SIZES, interleaved=False, index="int32"),
     *(PackedAppendProblem(**SIZES, layout=layout, interleaved=layout != "v4") for layout in ("v32", "v4", "flat")),
+    *(IndexedAppendProblem(**{**SIZES, "page": 64}, interleaved_keys=pairs) for pairs in (False, True)),
 ]
 #: Beside the table, close to it and far, and those of the table, which stay right.
 POSITIONS = [0, -1, 15, 16, 17, -16, 5, -(2**31), 2**31 - 1]
 
 
 def problems(label: str) -> list[RopeProblem]:
-    return [p for p in PROBLEMS if (p.workload == "packed_append") == label.endswith("/packed_append")]
+    design = label.split("/")[1]
+    return [p for p in PROBLEMS if p.workload == (design if design in MODULES else "rope")]
 
 
 def rows_of(problem: RopeProblem, outputs: Any, slots: torch.Tensor) -> dict[str, torch.Tensor]:
     """What tokens have in the cache, in float64."""
     at = (slots.long() // problem.page, slots.long() % problem.page)
     parts = [x[at].double() for x in outputs[1:]]
-    if not isinstance(problem, PackedAppendProblem):
+    if not isinstance(problem, PackedAppendProblem | IndexedAppendProblem):
         return {"latent": parts[0][:, : problem.k], "rope": parts[0][:, problem.k :]}
-    return dict(zip(("latent", "scales", "rope"), parts, strict=True))
+    names = ("latent", "scales", "rope", "index_codes", "index_scales")
+    return dict(zip(names, parts, strict=isinstance(problem, IndexedAppendProblem)))
 
 
 def wrong(label: str, problem: RopeProblem, device: str) -> Iterator[str]:
     """What is not as it must be: rotated columns NaN of tokens outside of the table, and all else right."""
-    workload: Any = packed_append if isinstance(problem, PackedAppendProblem) else rope
+    workload = MODULES[problem.workload]
     inputs = list(workload.make_inputs(problem, device, seed=3, poison=False))
     positions = torch.tensor(POSITIONS, device=device).to(inputs[3].dtype)
     # What lies beside the table would be taken for cosines and sines.
@@ -71,6 +77,14 @@ def wrong(label: str, problem: RopeProblem, device: str) -> Iterator[str]:
             if not bool(odd[outside].all()):
                 yield f"{name} of a position outside of the table is not NaN"
             if not torch.allclose(of[inside], wanted[name][inside], rtol=2**-7, atol=1e-5):
+                yield f"{name} of other positions is wrong"
+        elif name == "index_codes":
+            if not bool((of[outside, : problem.p] == E4M3_NAN).all()):
+                yield f"{name} of a position outside of the table are not NaN where they turn"
+            if not torch.equal(of[inside], wanted[name][inside]):
+                yield f"{name} of other positions is wrong"
+        elif name == "index_scales":  # outside of the table those of the columns that do not turn
+            if not torch.equal(of[inside], wanted[name][inside]):
                 yield f"{name} of other positions is wrong"
         elif not torch.equal(of, wanted[name]):
             yield f"{name} is wrong"

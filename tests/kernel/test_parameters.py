@@ -29,6 +29,7 @@ LEFT_OVER = {
     "mla/sparse_mla/sparse_mla/sparse_mla.py:launch_sparse_mla": 18,
     "mla/sparse_mla/sparse_mla_v1/sparse_mla_v1.py:launch_sparse_mla_v1": 20,
     "mla/sparse_mla/sparse_mla_v2/sparse_mla_v2.py:launch_sparse_mla_v2": 20,
+    "rope/indexed_append/indexed_append/indexed_append.py:launch_indexed_append": 17,
 }
 
 

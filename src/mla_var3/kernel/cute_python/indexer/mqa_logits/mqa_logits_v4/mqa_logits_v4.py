@@ -485,7 +485,8 @@ def load(
                     )  # fmt: skip
                 cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
             query_stage, query_phase = next_stage(query_stage, query_phase, 1, geometry.query_stages)
-            stage, phase = load_keys(inputs, storage, keys, unit, first, count, stage, phase, lane, me, geometry)
+            own = Tiles(unit, first, count)
+            stage, phase = load_keys(inputs, storage, keys, own, stage, phase, lane, me, geometry)
         unit = unit + 1
     # No tiles: the end.
     if me == 0 if cutlass.const_expr(geometry.producers > 1) else True:
@@ -500,22 +501,28 @@ def load(
         cute.arch.cp_async_mbarrier_arrive_noinc(query_full + query_stage)
 
 
+class Tiles(NamedTuple):
+    """KV tiles first .. first + count - 1 of a unit."""
+
+    unit: Int32
+    first: Int32
+    count: Int32
+
+
 @cute.jit
 def load_keys(
     inputs: cutlass.Constexpr,
     storage: cutlass.Constexpr,
     keys: cutlass.Constexpr,  # of `boxes_of`
-    unit: Int32,
-    first: Int32,
-    count: Int32,
+    tiles: cutlass.Constexpr,  # `Tiles`
     stage: Int32,
     phase: Int32,
     lane: Int32,
     me: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """KV tiles first .. first + count - 1 of a unit, of which a producer loads those of its own stages; gives the next
-    one's (stage, phase)."""
+    """KV tiles of a unit, of which a producer loads those of its own stages; gives the next one's (stage, phase)."""
+    unit, first, count = tiles
     full, empty, scales = storage.full.data_ptr(), storage.empty.data_ptr(), storage.scales.data_ptr()
     boxes, places = keys
     producers = cutlass.const_expr(geometry.producers)

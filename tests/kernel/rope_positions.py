@@ -11,17 +11,15 @@ from typing import Any
 
 import torch
 
+from mla_var3 import workload
 from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.packed_cache import E4M3_NAN
-from mla_var3.workload import indexed_append, packed_append, rope
 from mla_var3.workload.indexed_append import IndexedAppendProblem
 from mla_var3.workload.packed_append import PackedAppendProblem
 from mla_var3.workload.rope import RopeProblem
 
 SIZES: dict[str, Any] = {"tokens": 9, "h": 4, "positions": 16, "page": 4}
-#: A problem's module, which makes its inputs and has its oracle.
-MODULES: dict[str, Any] = {"rope": rope, "packed_append": packed_append, "indexed_append": indexed_append}
 PROBLEMS: list[RopeProblem] = [
     RopeProblem(**SIZES),
     RopeProblem(**SIZES, interleaved=False, index="int32"),
@@ -34,7 +32,7 @@ POSITIONS = [0, -1, 15, 16, 17, -16, 5, -(2**31), 2**31 - 1]
 
 def problems(label: str) -> list[RopeProblem]:
     design = label.split("/")[1]
-    return [p for p in PROBLEMS if p.workload == (design if design in MODULES else "rope")]
+    return [p for p in PROBLEMS if p.workload == (design if design in workload.names() else "rope")]
 
 
 def rows_of(problem: RopeProblem, outputs: Any, slots: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -49,8 +47,8 @@ def rows_of(problem: RopeProblem, outputs: Any, slots: torch.Tensor) -> dict[str
 
 def wrong(label: str, problem: RopeProblem, device: str) -> Iterator[str]:
     """What is not as it must be: rotated columns NaN of tokens outside of the table, and all else right."""
-    workload = MODULES[problem.workload]
-    inputs = list(workload.make_inputs(problem, device, seed=3, poison=False))
+    kind = workload.get(problem.workload)
+    inputs = list(kind.make_inputs(problem, device, seed=3, poison=False))
     positions = torch.tensor(POSITIONS, device=device).to(inputs[3].dtype)
     # What lies beside the table would be taken for cosines and sines.
     beside = torch.full((3 * problem.positions, problem.p), 0.5, device=device)
@@ -59,7 +57,7 @@ def wrong(label: str, problem: RopeProblem, device: str) -> Iterator[str]:
     inside = [i for i, position in enumerate(POSITIONS) if 0 <= position < problem.positions]
     outside = [i for i in range(len(POSITIONS)) if i not in inside]
     inputs[3] = positions.clamp(0, problem.positions - 1)
-    oracle = workload.reference(problem, *inputs)
+    oracle = kind.reference(problem, *inputs)
     inputs[3] = positions
     hardware = Device.detect() if device == "cuda" else Device.get("h200")
     kernel = registry.get_plan(registry.KernelId.parse(label))(problem, None, hardware).plan(*inputs)
@@ -78,12 +76,9 @@ def wrong(label: str, problem: RopeProblem, device: str) -> Iterator[str]:
                 yield f"{name} of a position outside of the table is not NaN"
             if not torch.allclose(of[inside], wanted[name][inside], rtol=2**-7, atol=1e-5):
                 yield f"{name} of other positions is wrong"
-        elif name == "index_codes":
-            if not bool((of[outside, : problem.p] == E4M3_NAN).all()):
+        elif name.startswith("index_"):  # outside of the table scales are those of the columns that do not turn
+            if name == "index_codes" and not bool((of[outside, : problem.p] == E4M3_NAN).all()):
                 yield f"{name} of a position outside of the table are not NaN where they turn"
-            if not torch.equal(of[inside], wanted[name][inside]):
-                yield f"{name} of other positions is wrong"
-        elif name == "index_scales":  # outside of the table those of the columns that do not turn
             if not torch.equal(of[inside], wanted[name][inside]):
                 yield f"{name} of other positions is wrong"
         elif not torch.equal(of, wanted[name]):

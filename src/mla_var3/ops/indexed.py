@@ -15,9 +15,9 @@ import functools
 from typing import TYPE_CHECKING
 
 from mla_var3.errors import UserError
-from mla_var3.ops.indexer import aligned, index_cache_of
+from mla_var3.ops.indexer import aligned, index_cache_of, key_rows
 from mla_var3.ops.layer import cache_parts
-from mla_var3.ops.request import judge, named_as, plain_strides, require_contiguous, result, rows_of
+from mla_var3.ops.request import judge, judge_places, named_as, plain_strides, require_contiguous, result, rows_of
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import serve
 from mla_var3.packed_cache import layout_of
@@ -80,11 +80,7 @@ def indexed_append(
     judge("rope", rope, (n, p), q.dtype, q)
     judge("k", k, (n, D), q.dtype, q)
     factors = [aligned(judge(name, x, (D,), torch.float32, q)) for name, x in (("weight", weight), ("bias", bias))]
-    judge("positions", positions, (n,), None, q)
-    if positions.dtype not in (torch.int32, torch.int64):
-        raise UserError(f"positions are {positions.dtype}: pass torch.int64 or torch.int32.")
-    judge("slots", slots, (n,), positions.dtype, q)
-    judge("table", table, (None, p), torch.float32, q)
+    judge_places(positions, slots, table, n, p, q)
     parts = cache_parts(made, kv_cache, None, q)
     if kv_cache.shape[1] % PAGE:
         raise UserError(f"kv_cache has pages of {kv_cache.shape[1]} tokens: beside an index cache they are of {PAGE}.")
@@ -92,10 +88,8 @@ def indexed_append(
     q, latent, table = (
         require_contiguous(name, x) for name, x in (("q", q), ("latent", latent), ("table", table))
     )  # fmt: skip
-    rows, keys = rows_of(rope), rows_of(k)
-    rest, rest_of_keys = (max(x.stride(0) - x.shape[1], 0) if n > 1 else 0 for x in (rows, keys))
-    if rest_of_keys % 8 or keys.data_ptr() % 16:
-        keys, rest_of_keys = keys.clone(memory_format=torch.contiguous_format), 0
+    rows, (keys, rest_of_keys) = rows_of(rope), key_rows(k)
+    rest = max(rows.stride(0) - p, 0) if n > 1 else 0
     problem = _append(
         max(n, 1), h, columns, rest, bool(interleaved), kv_cache.shape[1], len(table),
         str(positions.dtype).removeprefix("torch."), bool(powers), rest_of_keys, bool(interleaved_keys),

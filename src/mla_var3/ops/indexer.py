@@ -17,7 +17,17 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.ops.request import LEAST, MOST, dtype_name, integers, judge, named_as, plain_strides, rows_of
+from mla_var3.ops.request import (
+    LEAST,
+    MOST,
+    dtype_name,
+    integers,
+    judge,
+    judge_places,
+    named_as,
+    plain_strides,
+    rows_of,
+)
 from mla_var3.ops.tracing import traceable
 from mla_var3.ops.ways import compute, engine_of, serve, way_for
 from mla_var3.workload.index_append import ROPE, IndexAppendProblem, views
@@ -259,15 +269,8 @@ def index_append(
     judge("k", k, (None, D), torch.bfloat16, k)
     n = len(k)
     factors = [aligned(judge(name, x, (D,), torch.float32, k)) for name, x in (("weight", weight), ("bias", bias))]
-    judge("positions", positions, (n,), None, k)
-    if positions.dtype not in (torch.int32, torch.int64):
-        raise UserError(f"positions are {positions.dtype}: pass torch.int64 or torch.int32.")
-    judge("slots", slots, (n,), positions.dtype, k)
-    judge("table", table, (None, ROPE), torch.float32, k)
-    rows = rows_of(k)
-    rest = max(rows.stride(0) - D, 0) if n > 1 else 0
-    if rest % 8 or rows.data_ptr() % 16:
-        rows, rest = rows.clone(memory_format=torch.contiguous_format), 0
+    judge_places(positions, slots, table, n, ROPE, k)
+    rows, rest = key_rows(k)
     problem = _append(
         max(n, 1), rest, bool(interleaved), bool(powers), len(table), str(positions.dtype).removeprefix("torch.")
     )
@@ -324,6 +327,18 @@ def _codes(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like:
     if tensor.dtype not in (torch.float8_e4m3fn, torch.uint8):
         raise UserError(f"{name} is {tensor.dtype}: codes are torch.float8_e4m3fn, or the same bits in torch.uint8.")
     return aligned(tensor.detach().view(torch.uint8))
+
+
+def key_rows(k: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """New keys (n, D) bf16 as kernels read them, and the elements between the end of a row and the next one: a copy
+    where rows do not begin at multiples of 16 bytes."""
+    import torch
+
+    rows = rows_of(k)
+    rest = max(rows.stride(0) - D, 0) if len(k) > 1 else 0
+    if rest % 8 or rows.data_ptr() % 16:
+        return rows.clone(memory_format=torch.contiguous_format), 0
+    return rows, rest
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

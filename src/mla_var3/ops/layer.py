@@ -28,6 +28,7 @@ from mla_var3.ops.request import (
     compact,
     dtype_name,
     judge,
+    judge_places,
     named_as,
     packed_pages,
     plain_strides,
@@ -145,18 +146,12 @@ def rope_append(
 
     Raises `UserError` in one sentence for what does not fit.
     """
-    import torch
 
     judge("q", q, (None, None, None), None, q)
     judge("latent", latent, (len(q), None), q.dtype, q)
     judge("rope", rope, (len(q), None), q.dtype, q)
     (n, h, columns), k, p = q.shape, latent.shape[1], rope.shape[1]
-    judge("positions", positions, (n,), None, q)
-    if positions.dtype not in (torch.int32, torch.int64):
-        raise UserError(f"positions are {positions.dtype}: pass torch.int64 or torch.int32.")
-    for name, index in (("positions", positions), ("slots", slots)):
-        judge(name, index, (n,), positions.dtype, q)
-    judge("table", table, (None, p), torch.float32, q)
+    judge_places(positions, slots, table, n, p, q)
     if layout is None:
         judge("kv_cache", kv_cache, (None, None, k + p), q.dtype, q)
         if cache_scale is not None:

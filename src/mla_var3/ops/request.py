@@ -299,6 +299,20 @@ def judge(
     return tensor.detach()
 
 
+def judge_places(
+    positions: torch.Tensor, slots: torch.Tensor, table: torch.Tensor, n: int, columns: int, like: torch.Tensor
+) -> None:
+    """Of n new tokens: positions and slots (n,), both int32 or both int64, and the table that turns them (any, columns)
+    float32, all on the device of `like`. Raises `UserError`."""
+    import torch
+
+    judge("positions", positions, (n,), None, like)
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise UserError(f"positions are {positions.dtype}: pass torch.int64 or torch.int32.")
+    judge("slots", slots, (n,), positions.dtype, like)
+    judge("table", table, (None, columns), torch.float32, like)
+
+
 def compact(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where a kernel can read it, else a copy of it (small tensors only: a copy is a launch). The
     copy is made on the current stream, whose later work may use its memory again; in a capture it lies in the graph's

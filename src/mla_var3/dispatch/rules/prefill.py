@@ -76,7 +76,7 @@ RULES = (
     Rule(
         "cute-dsl/flash_attention_v12",
         "its last query tiles end together, and narrow keys have three consumers for 192 query tokens",
-        where=(Bound(KEY_COLUMNS, 96), Bound(TOKENS, 255, above=True)),
+        where=(Bound(KEY_COLUMNS, 96),),
         archs=HOPPER,
     ),
     Rule(
@@ -87,14 +87,8 @@ RULES = (
     ),
     Rule(
         "cute-dsl/flash_attention_v12",
-        "its consumers take turns, and wide results are rescaled where a maximum has grown",
-        where=(Bound(KEY_COLUMNS, 192, above=True), Bound(VALUE_COLUMNS, 192, above=True)),
-        archs=HOPPER,
-    ),
-    Rule(
-        "cute-dsl/flash_attention_v12",
-        "its last query tiles end together",
-        where=(Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095, above=True)),
+        "its last query tiles end together, and wide results are rescaled where a maximum has grown",
+        where=(Bound(KEY_COLUMNS, 192, above=True),),
         archs=HOPPER,
     ),
     Rule(

@@ -224,21 +224,25 @@ from mla_var3.device import Device
 from mla_var3.catalogue.registry import KernelId, get_plan
 from mla_var3.workload.decode import MlaProblem
 h200 = Device.get("h200")
-plan = get_plan(KernelId.parse("cute-dsl/flash_mla"))(MlaProblem(b=2, s=2, h=64, t=200, causal=True), None, h200)
+plan = get_plan(KernelId.parse(sys.argv[2]))(MlaProblem(b=2, s=2, h=64, t=200, causal=True), None, h200)
 made = plan.plan_empty()
 getattr(made, "stages", [made])[0].compile(Path(sys.argv[1]), h200, keep=("cubin",))
 """
 
 
+def cubin_of(folder: Path, label: str) -> Path:
+    """The cubin of a version, with lines."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "CUTE_DSL_LINEINFO": "1", "PYTHONPATH": ":".join(sys.path)}
+    words = [sys.executable, "-c", COMPILE, str(folder), label]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / f"{label.partition('/')[2]}.cubin"
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cubin of version 0, with lines."""
-    folder = tmp_path_factory.mktemp("cubins")
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "CUTE_DSL_LINEINFO": "1", "PYTHONPATH": ":".join(sys.path)}
-    words = [sys.executable, "-c", COMPILE, str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder / "flash_mla.cubin"
+    return cubin_of(tmp_path_factory.mktemp("cubins"), "cute-dsl/flash_mla")
 
 
 def accesses(cubin: Path, known: reports.Known) -> tuple[Code, list[int], list[int]]:
@@ -276,6 +280,16 @@ def test_version_0_hands_its_maxima_over_in_order(compiled: Path) -> None:
     assert not code.ordered(stores[2], loads[0], 2)  # the next copy's store is not before this one's load
     # And a store waits until the loads of the turn before are behind: barrier 1 lies between them, the other way round.
     assert all(near(code, at, -1).startswith("BAR.SYNC.DEFER_BLOCKING 0x1,") for at in stores)
+
+
+@pytest.mark.slow
+def test_warps_of_scores_and_of_outputs_hand_over_in_order(tmp_path: Path) -> None:
+    """flash_mla_mma_v3: each store of what goes with P and each load of it, in the loop over KV tiles and behind it."""
+    (known,) = (k for k in reports.KNOWN if k.threads)
+    code, stores, loads = accesses(cubin_of(tmp_path, "cute-dsl/flash_mla_mma_v3"), known)
+    assert len(stores) == 8 and len(loads) == 10
+    assert all(code.handed_over(store, load, known.threads) for store in stores for load in loads)
+    assert not any(code.handed_over(load, store, known.threads) for store in stores for load in loads)
 
 
 def test_version_0_has_a_place_for_each_consumer_at_the_barrier_of_its_epilogue(compiled: Path) -> None:

@@ -824,15 +824,12 @@ PORTABLE_WHAT = {
     ),
     "portable": (
         "Cells of the page [decode](decode.md) (`experiment=portable`). `cute-dsl/flash_mla_mma_v1` is the version for "
-        "up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more, which was not timed in "
-        "`b32_s16_h128_t4096`. Each was timed with its tiling for an H200 (227 KB of shared memory for a CTA), and in "
-        "seven cells with those that the dispatcher takes where a CTA may have 163 KB (A100) or 99 KB (RTX 4090, L40S, "
-        "A40). FlashInfer and Triton's kernel have their own choice of tiling in all rows. That of Triton's kernel "
-        "takes 216 KB of shared memory with 64 query rows and more, 112 KB with 32 and 92 KB with 8 and 16: with 64 "
-        "rows and more, tilings for 163 KB and 99 KB are compared with a kernel that needs more than these. What "
-        "FlashInfer's fa2 takes is in no record. A dash stands "
-        "where the log-sum-exp of FlashInfer's fa2 did not pass the check of the run, so that it was not timed; in "
-        "all later runs it passed."
+        "up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more. Each was timed with its "
+        "tiling for an H200 (227 KB of shared memory for a CTA), and with those that the dispatcher takes where a CTA "
+        "may have 163 KB (A100) or 99 KB (RTX 4090, L40S, A40). FlashInfer and Triton's kernel have their own choice "
+        "of tiling in all rows. That of Triton's kernel takes 216 KB of shared memory with 64 query rows and more, "
+        "112 KB with 32 and 92 KB with 8 and 16: with 64 rows and more, tilings for 163 KB and 99 KB are compared with "
+        "a kernel that needs more than these. What FlashInfer's fa2 takes is in no record."
     ),
     "portable_sparse": (
         "Decode over packed FP8 caches, by indices and, where `t4096` ends a name, by a page table of 4,096 tokens of "

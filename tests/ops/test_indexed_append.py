@@ -122,5 +122,5 @@ def test_mistakes_are_told_of_the_argument() -> None:
     refused(r"^slots is \(5,\) torch.int32", slots=x["slots"].int())
     refused("^index_cache is", index_cache=x["index_cache"][..., :100])
     for page in (16, 48):
-        of = rf"^kv_cache has pages of {page} tokens: beside an index cache pass pages of a multiple of 64\.$"
+        of = rf"^kv_cache has pages of {page} tokens: beside an index cache pass a multiple of 64\.$"
         refused(of, kv_cache=new_cache(layout_of("v32"), 2, page, "cpu"))

@@ -84,7 +84,7 @@ def indexed_append(
     parts = cache_parts(made, kv_cache, None, q)
     if kv_cache.shape[1] % PAGE:
         raise UserError(
-            f"kv_cache has pages of {kv_cache.shape[1]} tokens: beside an index cache pass pages of a multiple of {PAGE}."
+            f"kv_cache has pages of {kv_cache.shape[1]} tokens: beside an index cache pass a multiple of {PAGE}."
         )
     of_keys = views(index_cache_of("index_cache", index_cache, q))
     q, latent, table = (

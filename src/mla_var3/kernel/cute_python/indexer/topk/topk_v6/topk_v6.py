@@ -741,7 +741,7 @@ def topk(
                 index = index_of(start + i, table, row, geometry)
             indices[row, i] = index
     else:
-        cute.arch.cluster_arrive()  # this CTA has begun
+        cute.arch.cluster_arrive_relaxed()  # this CTA has begun, and has nothing to release: no fence waits for its loads
         source = Source(address + vector * 16, column, start, end)
         held = cute.make_rmem_tensor(geometry.held, Float32)
         hold(held, words, source, geometry)

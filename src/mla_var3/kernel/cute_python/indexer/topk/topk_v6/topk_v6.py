@@ -741,7 +741,8 @@ def topk(
                 index = index_of(start + i, table, row, geometry)
             indices[row, i] = index
     else:
-        cute.arch.cluster_arrive_relaxed()  # this CTA has begun, and has nothing to release: no fence waits for its loads
+        # This CTA has begun. Nothing is released: a fence would wait for the loads.
+        cute.arch.cluster_arrive_relaxed()
         source = Source(address + vector * 16, column, start, end)
         held = cute.make_rmem_tensor(geometry.held, Float32)
         hold(held, words, source, geometry)

@@ -107,8 +107,7 @@ WHAT = {
     "unseen_prefill": (
         "Prompts that were drawn at random from seeds that no earlier run had used, with heads and widths of published "
         "models, whole prompts and chunks behind a prefix, of equal and unequal lengths (`experiment=unseen_prefill`, "
-        "with `seed=24071`, `53887`, `90017`, `61961` and `77347`). FlashAttention-3 was timed beside what the "
-        "dispatcher picked."
+        "with `seed=61961` and `77347`). FlashAttention-3 was timed beside what the dispatcher picked."
     ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
@@ -185,23 +184,21 @@ MORE = {
         "times."
     ),
     "unseen_prefill": (
-        " Each seed was new to the rules by which its versions were picked. It draws 24 cells, and the last six to "
-        "nine of them have no times, since its run ended before them. The rules were changed after each of the "
-        "first three seeds, in which version 1, and after it versions 12 and 18, were slower than FlashAttention-3 "
-        "in some cells. [Version 22](../../devlogs/flash_attention/cute-dsl-v22.md) took most of these, and seed 61961 "
-        "was drawn for the rules with it. In one of its 15 cells that were timed, "
+        " Each seed was new to the rules by which its versions were picked, and draws 24 cells. Three seeds before "
+        "these, 24071, 53887 and 90017, had found cells in which version 1, and after it versions 12 and 18, were "
+        "slower than FlashAttention-3, and the rules were changed after each of them (`results/h200`, "
+        "`2026-11-29-unseen_prefill-24071.jsonl` and so on): [version "
+        "22](../../devlogs/flash_attention/cute-dsl-v22.md) took most of these cells. Seed 61961 was drawn for the "
+        "rules with it. In one of its cells, "
         "`b13_s615_h128_t7778_causal_mostly_empty_d128_p0`, version 18 was picked and had 0.950 of the speed of "
         "FlashAttention-3: the longest request has 528 query tokens behind 93,119 others, in query tiles of 128, 256 "
         "and 144 rows for each head, and in version 18 one of 128 rows fills half of a cluster. [Version "
         "23](../../devlogs/flash_attention/cute-dsl-v23.md), in which two heads share the cluster, is picked there "
         "now. This cell alone was timed again with it, in a run of its own beside FlashAttention-3, and has 0.997. "
         "Tables and means have this later time, and the times as drawn are in [earlier "
-        "runs](#earlier-runs-of-cells-that-were-timed-again). As drawn the means of this seed are 1.142 in burst and "
-        "1.146 sustained. Over the 33 cells of the last two seeds they are 1.208 and 1.199 as drawn, and 1.210 and "
-        "1.202 with the later time; as drawn FlashAttention-3 was faster in five of these cells in burst and in three "
-        "sustained, by up to 5 %. In nine more cells of seed 61961 version 23 is picked now, and the rows are of "
-        "version 18. Seed 77347 was drawn for the rules of today. Sustained times of the first three seeds are of one "
-        "turn, and those of the last two of two turns in both orders."
+        "runs](#earlier-runs-of-cells-that-were-timed-again). In nine more cells of seed 61961 version 23 is picked "
+        "now, and the rows are of version 18. Seed 77347 was drawn for the rules of today. Sustained times are of two "
+        "turns in both orders."
     ),
     "indexer_logits": (
         " In the cell with logits in bf16 the run timed version 3, which is retired, so that the first table leaves it "
@@ -294,9 +291,7 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
             "h200/2026-11-29-prefill.jsonl",
             "h200/2026-11-29-prefill-v23.jsonl",
         ),
-        "unseen_prefill": tuple(
-            f"h200/2026-11-29-unseen_prefill-{seed}.jsonl" for seed in (24071, 53887, 90017, 61961, 77347)
-        ),
+        "unseen_prefill": tuple(f"h200/2026-11-29-unseen_prefill-{seed}.jsonl" for seed in (61961, 77347)),
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name not in ON_H200},

@@ -143,8 +143,8 @@ FIRST_TURN = (
     "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-four-producer-warps))."
 )
-#: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
-EMPTY_US = 3.0
+#: Calls of `unseen_indexer` of fewer FLOPs compute next to nothing.
+EMPTY_FLOPS = 10**6
 #: Page -> what its cells and columns are, where their names do not say it.
 MORE = {
     "sparse_decode": (
@@ -235,7 +235,8 @@ MORE = {
     "unseen_indexer": (
         " Where a request has three query tokens, the code of some records multiplied all at once, and today's does it "
         "in two parts. In some ragged cells almost no query token sees a key, so that an almost empty call is timed: "
-        f"a second mean leaves out the calls that take less than {EMPTY_US:g} us. {FIRST_TURN} {FP8_LIMIT}"
+        f"a second mean leaves out the calls of less than {EMPTY_FLOPS // 10**6} MFLOP, in one of which DeepGEMM takes "
+        f"18 times as long. {FIRST_TURN} {FP8_LIMIT}"
     ),
 }
 #: Device -> experiment -> what its rows are there, on the page of a further device.
@@ -572,7 +573,7 @@ def against_each(name: str) -> str:
             said += f"- Against {library} alone{words}: {summary(some).replace('Geometric', 'geometric', 1)}\n"
     if name == "unseen_indexer":
         mean = summary(not_empty(live(records_of(MAIN, name))))
-        said += f"- Where a call takes {EMPTY_US:g} us or more: {mean.replace('Geometric', 'geometric', 1)}\n"
+        said += f"- Of {EMPTY_FLOPS // 10**6} MFLOP and more: {mean.replace('Geometric', 'geometric', 1)}\n"
     return said and f"{said}\n"
 
 
@@ -609,11 +610,8 @@ def against(records: list[dict[str, Any]]) -> str:
 
 
 def not_empty(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of cells in which the fastest call takes `EMPTY_US` or more."""
-    least: dict[tuple[str, str], float] = {}
-    for r in (r for r in records if r["time_us"]):
-        least[cell(r)] = min(r["time_us"]["burst"]["median"], least.get(cell(r), float("inf")))
-    return [r for r in records if least.get(cell(r), 0.0) >= EMPTY_US]
+    """Those of cells with `EMPTY_FLOPS` or more."""
+    return [r for r in records if workload.problem_from_record(r["problem"]).cost().flops >= EMPTY_FLOPS]
 
 
 def lacking(device: str, name: str) -> str:

@@ -107,8 +107,12 @@ WHAT = {
     "unseen_prefill": (
         "Prompts that were drawn at random from seeds that no earlier run had used, with heads and widths of published "
         "models, whole prompts and chunks behind a prefix, of equal and unequal lengths (`experiment=unseen_prefill`, "
-        "with `seed=24071`, `53887`, `90017`, `61961` and `77347`). FlashAttention-3 was timed beside what the "
-        "dispatcher picked."
+        "with `seed=61961` and `77347`). FlashAttention-3 was timed beside what the dispatcher picked."
+    ),
+    "chunked_prefill": (
+        "New tokens of a prompt that attend to a paged latent cache of earlier ones: a pipeline that decompresses the "
+        "cached rows (`chunk_decompress`), one that attends in latent space (`chunk_absorb`), and the first one with "
+        "FlashAttention-3 for its attention (`peer/fa3_chunked`), as engines have it (`experiment=chunked_prefill`)."
     ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
@@ -139,8 +143,8 @@ FIRST_TURN = (
     "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-four-producer-warps))."
 )
-#: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
-EMPTY_US = 3.0
+#: Calls of `unseen_indexer` of fewer FLOPs compute next to nothing.
+EMPTY_FLOPS = 10**6
 #: Page -> what its cells and columns are, where their names do not say it.
 MORE = {
     "sparse_decode": (
@@ -185,23 +189,31 @@ MORE = {
         "times."
     ),
     "unseen_prefill": (
-        " Each seed was new to the rules by which its versions were picked. It draws 24 cells, and the last six to "
-        "nine of them have no times, since its run ended before them. The rules were changed after each of the "
-        "first three seeds, in which version 1, and after it versions 12 and 18, were slower than FlashAttention-3 "
-        "in some cells. [Version 22](../../devlogs/flash_attention/cute-dsl-v22.md) took most of these, and seed 61961 "
-        "was drawn for the rules with it. In one of its 15 cells that were timed, "
+        " Each seed was new to the rules by which its versions were picked, and draws 24 cells. Three seeds before "
+        "these, 24071, 53887 and 90017, had found cells in which version 1, and after it versions 12 and 18, were "
+        "slower than FlashAttention-3, and the rules were changed after each of them (`results/h200`, "
+        "`2026-11-29-unseen_prefill-24071.jsonl` and so on): [version "
+        "22](../../devlogs/flash_attention/cute-dsl-v22.md) took most of these cells. Seed 61961 was drawn for the "
+        "rules with it. In one of its cells, "
         "`b13_s615_h128_t7778_causal_mostly_empty_d128_p0`, version 18 was picked and had 0.950 of the speed of "
         "FlashAttention-3: the longest request has 528 query tokens behind 93,119 others, in query tiles of 128, 256 "
         "and 144 rows for each head, and in version 18 one of 128 rows fills half of a cluster. [Version "
         "23](../../devlogs/flash_attention/cute-dsl-v23.md), in which two heads share the cluster, is picked there "
         "now. This cell alone was timed again with it, in a run of its own beside FlashAttention-3, and has 0.997. "
         "Tables and means have this later time, and the times as drawn are in [earlier "
-        "runs](#earlier-runs-of-cells-that-were-timed-again). As drawn the means of this seed are 1.142 in burst and "
-        "1.146 sustained. Over the 33 cells of the last two seeds they are 1.208 and 1.199 as drawn, and 1.210 and "
-        "1.202 with the later time; as drawn FlashAttention-3 was faster in five of these cells in burst and in three "
-        "sustained, by up to 5 %. In nine more cells of seed 61961 version 23 is picked now, and the rows are of "
-        "version 18. Seed 77347 was drawn for the rules of today. Sustained times of the first three seeds are of one "
-        "turn, and those of the last two of two turns in both orders."
+        "runs](#earlier-runs-of-cells-that-were-timed-again). In nine more cells of seed 61961 version 23 is picked "
+        "now, and the rows are of version 18. Seed 77347 was drawn for the rules of today. Sustained times are of two "
+        "turns in both orders."
+    ),
+    "chunked_prefill": (
+        " `mla_chunk_prefill` attends in latent space below 240 new tokens of a request, and decompresses from there "
+        "on. The FLOPs of a cell are those of decompressing and of attention over heads. Attention in latent space "
+        "decompresses nothing, so that it passes 100 % of the limit with few new tokens. A row that names no versions "
+        "of `flash_attention` behind `chunk_decompress` has those that the pipeline picked when it was timed: versions "
+        "1 and 0 in the files `-first` and the one without a word behind its name, version 21 in `-splits` and `-v23`. "
+        "It picks version 23 now ([devlog](../../devlogs/chunk_decompress/cute-dsl-v0.md)). "
+        "Sustained times of the cells with version 23 are of two "
+        "turns in both orders, and those of the others of one."
     ),
     "indexer_logits": (
         " In the cell with logits in bf16 the run timed version 3, which is retired, so that the first table leaves it "
@@ -223,7 +235,8 @@ MORE = {
     "unseen_indexer": (
         " Where a request has three query tokens, the code of some records multiplied all at once, and today's does it "
         "in two parts. In some ragged cells almost no query token sees a key, so that an almost empty call is timed: "
-        f"a second mean leaves out the calls that take less than {EMPTY_US:g} us. {FIRST_TURN} {FP8_LIMIT}"
+        f"a second mean leaves out the calls of less than {EMPTY_FLOPS // 10**6} MFLOP, in one of which DeepGEMM takes "
+        f"18 times as long. {FIRST_TURN} {FP8_LIMIT}"
     ),
 }
 #: Device -> experiment -> what its rows are there, on the page of a further device.
@@ -245,6 +258,7 @@ CACHES = {
     "unseen_indexer": "e4m3 queries and keys, 128 columns, fp32 logits",
     "prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
     "unseen_prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
+    "chunked_prefill": "bf16, latent 512 + rope 64 in pages of 64 tokens, heads of 192/128",
     "absorb_gemm": "bf16, heads of 128 columns, latent 512",
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
@@ -258,6 +272,7 @@ ON_H200 = (
     "unseen_indexer",
     "prefill",
     "unseen_prefill",
+    "chunked_prefill",
 )
 #: Device -> experiment -> its record files in results/, one or several, of which the newest record of a kernel and cell
 #: counts. The first device has a page an experiment, the others one each.
@@ -293,9 +308,10 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
             "h200/2026-11-29-prefill.jsonl",
             "h200/2026-11-29-prefill-v23.jsonl",
         ),
-        "unseen_prefill": tuple(
-            f"h200/2026-11-29-unseen_prefill-{seed}.jsonl" for seed in (24071, 53887, 90017, 61961, 77347)
+        "chunked_prefill": tuple(
+            f"h200/2026-11-29-chunked_prefill{word}.jsonl" for word in ("-first", "", "-splits", "-v23")
         ),
+        "unseen_prefill": tuple(f"h200/2026-11-29-unseen_prefill-{seed}.jsonl" for seed in (61961, 77347)),
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name not in ON_H200},
@@ -353,6 +369,7 @@ LIBRARIES = {
     "fa3_qv": "FlashAttention-3",
     "fa3_sparse": "FlashAttention-3",
     "fa3": "FlashAttention-3",
+    "fa3_chunked": "the pipeline with FlashAttention-3",
     "fa4": "FlashAttention-4",
     "flashinfer_fa3": "FlashInfer with its kernels for Hopper",
     "flashinfer_sparse": "FlashInfer",
@@ -398,6 +415,10 @@ NAMES = {
     )
     + " `prefill` in place of `paged` are keys that lie one behind another, and `ragged` lengths that are drawn evenly "
     "from 0 to t.",
+    "chunked_prefill": (
+        "A cell is named after its problem: `b1_s512_h16_t4608` is one request (b) with 512 new tokens (s), 16 heads "
+        "(h) and 4,608 tokens with the new ones (t), of which 4,096 are cached."
+    ),
     "unseen_prefill": (
         "A cell is named after its problem: `b23_s231_h16_t1930_kv2_causal_ragged_d256_p0` are 23 requests (b) with "
         "231 query tokens (s) and 1,930 keys (t) in the mean, a prefix among the keys, and 16 query heads (h) on 2 kv "
@@ -552,7 +573,7 @@ def against_each(name: str) -> str:
             said += f"- Against {library} alone{words}: {summary(some).replace('Geometric', 'geometric', 1)}\n"
     if name == "unseen_indexer":
         mean = summary(not_empty(live(records_of(MAIN, name))))
-        said += f"- Where a call takes {EMPTY_US:g} us or more: {mean.replace('Geometric', 'geometric', 1)}\n"
+        said += f"- Of {EMPTY_FLOPS // 10**6} MFLOP and more: {mean.replace('Geometric', 'geometric', 1)}\n"
     return said and f"{said}\n"
 
 
@@ -589,11 +610,8 @@ def against(records: list[dict[str, Any]]) -> str:
 
 
 def not_empty(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of cells in which the fastest call takes `EMPTY_US` or more."""
-    least: dict[tuple[str, str], float] = {}
-    for r in (r for r in records if r["time_us"]):
-        least[cell(r)] = min(r["time_us"]["burst"]["median"], least.get(cell(r), float("inf")))
-    return [r for r in records if least.get(cell(r), 0.0) >= EMPTY_US]
+    """Those of cells with `EMPTY_FLOPS` or more."""
+    return [r for r in records if workload.problem_from_record(r["problem"]).cost().flops >= EMPTY_FLOPS]
 
 
 def lacking(device: str, name: str) -> str:
@@ -804,15 +822,12 @@ PORTABLE_WHAT = {
     ),
     "portable": (
         "Cells of the page [decode](decode.md) (`experiment=portable`). `cute-dsl/flash_mla_mma_v1` is the version for "
-        "up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more, which was not timed in "
-        "`b32_s16_h128_t4096`. Each was timed with its tiling for an H200 (227 KB of shared memory for a CTA), and in "
-        "seven cells with those that the dispatcher takes where a CTA may have 163 KB (A100) or 99 KB (RTX 4090, L40S, "
-        "A40). FlashInfer and Triton's kernel have their own choice of tiling in all rows. That of Triton's kernel "
-        "takes 216 KB of shared memory with 64 query rows and more, 112 KB with 32 and 92 KB with 8 and 16: with 64 "
-        "rows and more, tilings for 163 KB and 99 KB are compared with a kernel that needs more than these. What "
-        "FlashInfer's fa2 takes is in no record. A dash stands "
-        "where the log-sum-exp of FlashInfer's fa2 did not pass the check of the run, so that it was not timed; in "
-        "all later runs it passed."
+        "up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more. Each was timed with its "
+        "tiling for an H200 (227 KB of shared memory for a CTA), and with those that the dispatcher takes where a CTA "
+        "may have 163 KB (A100) or 99 KB (RTX 4090, L40S, A40). FlashInfer and Triton's kernel have their own choice "
+        "of tiling in all rows. That of Triton's kernel takes 216 KB of shared memory with 64 query rows and more, "
+        "112 KB with 32 and 92 KB with 8 and 16: with 64 rows and more, tilings for 163 KB and 99 KB are compared with "
+        "a kernel that needs more than these. What FlashInfer's fa2 takes is in no record."
     ),
     "portable_sparse": (
         "Decode over packed FP8 caches, by indices and, where `t4096` ends a name, by a page table of 4,096 tokens of "

@@ -278,7 +278,7 @@ def test_the_last_section_fills_all_ctas(kernel: registry.KernelId) -> None:
 
 def test_query_tiles_of_heads_that_share_keys() -> None:
     """With eight heads a kv head, 20 query tokens are 160 rows, a query tile of 128 and one of 32, of which the second
-    consumer has none; version 1 has eight query tiles of 20 rows."""
+    consumer has none; unpacked they are eight query tiles of 20 rows."""
     for kernel in KERNELS:
         module = module_of(kernel)
         geometry = geometry_of(module, 16, 2)

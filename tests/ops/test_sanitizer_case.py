@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,14 @@ from mla_var3 import workload
 from mla_var3.check.judge import UNTOUCHED
 from mla_var3.cli.arguments import experiment_cells
 
-EXPERIMENTS = ("sanitizer", "sanitizer_sparse", "sanitizer_indexer", "sanitizer_portable", "sanitizer_prefill")
+EXPERIMENTS = (
+    "sanitizer",
+    "sanitizer_sparse",
+    "sanitizer_indexer",
+    "sanitizer_portable",
+    "sanitizer_prefill",
+    "sanitizer_race",
+)
 #: The first cell of each workload.
 CELLS = {pd.workload: pd for name in EXPERIMENTS for pd in reversed(experiment_cells(name))}
 
@@ -52,6 +60,28 @@ def test_it_tells_right_results_from_wrong_ones(
     assert watch(monkeypatch, CELLS[name], fault=False) == 0
     assert f"a version {CELLS[name].label}: right" in capsys.readouterr().out
     assert watch(monkeypatch, CELLS[name], fault=True) == 1
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_of_a_pipeline_results_are_judged_once_its_last_stage_has_run(last: bool) -> None:
+    """A pipeline makes the schedule that calls share in the stage that reads it, and runs no other stage then."""
+    stages = [SimpleNamespace(name="product"), SimpleNamespace(name="attention")]
+    shared = [*stages[:1], SimpleNamespace(name="attention")] if last else [SimpleNamespace(name="product"), stages[1]]
+
+    class Pipeline:
+        output_tensors = (torch.zeros(2),)
+
+        def __init__(self, stages: list[Any]) -> None:
+            self.stages = stages
+
+        def __call__(self) -> Any:
+            return self.output_tensors
+
+        def sharing(self) -> Any:
+            return Pipeline(shared)
+
+    made = [way for way, _ in sanitizer_case.ways(Pipeline(stages))]
+    assert made == ["", *([" making a schedule"] if last else []), " reading a schedule"]
 
 
 def test_no_call_at_all_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:

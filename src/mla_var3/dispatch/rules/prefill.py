@@ -32,12 +32,6 @@ def _seen(problem: PrefillProblem) -> float:
     return max(1.0, problem.t - (problem.s - 1) / 2 if problem.causal else problem.t)
 
 
-def _near_checked(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
-    for causal in (problem.causal, True, False):
-        yield problem.replace(causal=causal)
-        yield from (problem.replace(d=d, p=p, causal=causal) for d, p in (*SERVED_COLUMNS, (256, 0), (128, 16)))
-
-
 def _near_seen(problem: PrefillProblem, value: float) -> Iterator[PrefillProblem]:
     keys = max(1, int(value))
     tokens = 2 * keys - 1 if problem.causal else keys
@@ -72,56 +66,34 @@ SEEN = Quantity("keys that a query sees", _seen, _near_seen)
 #: Keys of a request, in the mean, and query tiles of 256 rows of all requests and heads, if all are alike.
 KEYS = Quantity("keys", lambda pd: max(pd.t, 1), _near_keys)
 QUERY_TILES = Quantity("query tiles", _query_tiles, _near_query_tiles)
-#: Columns of keys and values in which version 22 was right on an H200, with a causal mask; at 256/256 without one too.
-COLUMNS_22 = ((96, 64), (128, 128), (192, 128), (256, 128), (256, 256))
-CHECKED = Quantity(
-    "checked in version 22 (1: yes, 0.5: no)",
-    lambda pd: 1.0 if (pd.d + pd.p, pd.d) in COLUMNS_22 and (pd.causal or pd.d == 256) else 0.5,
-    _near_checked,
-    of_class=True,
-)
-CHECKED_22 = Bound(CHECKED, 0.5, above=True)
-
 RULES = (
     Rule(
         "cute-dsl/flash_attention_v22",
         "a query tile holds the heads that share keys, and a consumer without a row computes nothing",
-        where=(CHECKED_22, Bound(KEY_COLUMNS, 96), Bound(TOKENS, 4095)),
+        where=(Bound(KEY_COLUMNS, 96), Bound(TOKENS, 4095)),
         archs=HOPPER,
     ),
     Rule(
         "cute-dsl/flash_attention_v12",
         "its last query tiles end together, and narrow keys have three consumers for 192 query tokens",
-        where=(Bound(KEY_COLUMNS, 96), Bound(TOKENS, 255, above=True)),
+        where=(Bound(KEY_COLUMNS, 96),),
         archs=HOPPER,
     ),
     Rule(
         "cute-dsl/flash_attention_v22",
         "it is version 12 with heads that share keys in one query tile, and a consumer without a row computes nothing",
-        where=(CHECKED_22, Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095)),
+        where=(Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095)),
         archs=HOPPER,
     ),
     Rule(
         "cute-dsl/flash_attention_v12",
-        "its consumers take turns, and wide results are rescaled where a maximum has grown",
-        where=(Bound(KEY_COLUMNS, 192, above=True), Bound(VALUE_COLUMNS, 192, above=True)),
-        archs=HOPPER,
-    ),
-    Rule(
-        "cute-dsl/flash_attention_v12",
-        "its last query tiles end together",
-        where=(Bound(KEY_COLUMNS, 192, above=True), Bound(TOKENS, 4095, above=True)),
+        "its last query tiles end together, and wide results are rescaled where a maximum has grown",
+        where=(Bound(KEY_COLUMNS, 192, above=True),),
         archs=HOPPER,
     ),
     Rule(
         "cute-dsl/flash_attention_v22",
         "few keys are one or two KV tiles, and its query tiles take one multiprocessor where version 18's take two",
-        where=(CHECKED_22, Bound(KEY_COLUMNS, 128), Bound(SEEN, 255)),
-        archs=HOPPER,
-    ),
-    Rule(
-        "cute-dsl/flash_attention_v1",
-        "it was faster with causal prompts of 256 tokens, whose query tiles have one or two KV tiles",
         where=(Bound(KEY_COLUMNS, 128), Bound(SEEN, 255)),
         archs=HOPPER,
     ),
@@ -146,12 +118,6 @@ RULES = (
         "cute-dsl/flash_attention_v18",
         "two CTAs share K, V and a query tile of 256 rows, which is stored beside the next one's scores",
         where=(Bound(KEY_COLUMNS, 96, above=True), Bound(KEY_COLUMNS, 192), Bound(TOKENS, 128, above=True)),
-        archs=HOPPER,
-    ),
-    Rule(
-        "cute-dsl/flash_attention_v1",
-        "it takes one multiprocessor for a query tile, and is right in what version 22 was not checked with",
-        where=(Bound(CHECKED, 0.5),),
         archs=HOPPER,
     ),
     Rule(

@@ -41,10 +41,7 @@ class ChunkDecompressPlan(KernelPlan):
     workload = chunked_prefill.WORKLOAD
     tiling_type = DecompressTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
-    parts = (
-        "cute-dsl/flash_attention", "cute-dsl/flash_attention_v1", "cute-dsl/flash_attention_v18",
-        "cute-dsl/flash_attention_v23",
-    )  # fmt: skip
+    parts = ("cute-dsl/flash_attention", "cute-dsl/flash_attention_v18", "cute-dsl/flash_attention_v23")
 
     def default_tiling(self) -> DecompressTiling:
         return default_tiling(self.problem)

@@ -172,6 +172,23 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
+    forms: int = 0
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.forms & 32) and self.p_in_rows
+
+    @property
+    def votes_late(self) -> bool:
+        return bool(self.forms & 64) and self.p_in_rows
+
+    @property
+    def meets_less(self) -> bool:
+        return bool(self.forms & 128) and self.p_in_rows
+
+    @property
+    def begins_at_zero(self) -> bool:
+        return bool(self.forms & 256) and self.p_in_rows
 
     @property
     def cache(self) -> Any:
@@ -1521,8 +1538,16 @@ class Consumer:
             most = cute.arch.fmax(most, cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c])
         return self.any_thread(most > softmax.SLACK)
 
+    def is_over(self, row_max: cute.Tensor) -> Boolean:
+        """The same of this thread's columns alone."""
+        columns = wgmma.as_columns(self.acc_s)
+        most = cute.arch.fmax(columns[0, 0], columns[0, 1]) - row_max[0]
+        for c in range(1, self.geometry.n // 4):
+            most = cute.arch.fmax(most, cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c])
+        return most > softmax.SLACK
+
     @cute.jit
-    def move_max(self, row_max: cute.Tensor):
+    def move_max(self, row_max: cute.Tensor, is_first: Boolean):
         """Moves the maximum of the columns that need it, publishes it to the other consumer, and rescales."""
         columns = wgmma.as_columns(self.acc_s)
         n, count = self.geometry.n, self.geometry.n // 4
@@ -1545,10 +1570,14 @@ class Consumer:
             softmax.publish(row_max, self.shared_max, lane)
             moves[0] = seen[0]
         self.write_max(row_max)
-        self.rescale(best)
+        if cutlass.const_expr(self.geometry.begins_at_zero):
+            if not is_first:
+                self.rescale(best)
+        else:
+            self.rescale(best)
 
     @cute.jit
-    def follow_max(self):
+    def follow_max(self, is_first: Boolean):
         """Takes over the maximum that the other consumer has published, if it has moved."""
         moves, seen = self.moves[0], self.seen
         if moves != seen[0]:
@@ -1562,7 +1591,13 @@ class Consumer:
             for c in cutlass.range_constexpr(count):
                 mine[c] = softmax.exp2(mine[c] - theirs[c])
             self.write_max(theirs)
-            self.rescale(mine)
+            if cutlass.const_expr(self.geometry.votes_late):
+                self.sync()
+            if cutlass.const_expr(self.geometry.begins_at_zero):
+                if not is_first:
+                    self.rescale(mine)
+            else:
+                self.rescale(mine)
 
     @cute.jit
     def rescale(self, factor: cute.Tensor):
@@ -1646,7 +1681,16 @@ class Consumer:
                 return factors
         return self.load_factors(stage, panel, half)
 
-    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
+    @cute.jit
+    def free(self, stage: Int32, is_last: Boolean):
+        """Gives a tile back to the producers. Through a split's last one results go first where P lies in the rows."""
+        if cutlass.const_expr(self.geometry.holds):
+            if not is_last:
+                warp_arrive(self.empty + stage)
+        else:
+            warp_arrive(self.empty + stage)
+
+    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any], is_last: Boolean) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
         `begin_values` and `begin_factors`."""
         parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
@@ -1661,31 +1705,62 @@ class Consumer:
                 warpgroup.wait_group(1)
         if geometry.p_in_rows:
             warpgroup.wait_group(0)  # P lies in the tile
-        warp_arrive(self.empty + stage)
+        self.free(stage, is_last)
         warpgroup.wait_group(0)
 
     # -------------------------------------------------------------------------------------------- tiles
     @cute.jit
-    def own_tile(self, stage: Int32):
+    def own_tile(self, stage: Int32, is_last: Boolean, is_first: Boolean):
         """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product."""
         geometry = self.geometry
         row_max = cute.make_rmem_tensor(geometry.n // 4, Float32)
         self.read_max(row_max)
-        if self.exceeds(row_max):
-            self.move_max(row_max)
-        columns = wgmma.as_columns(self.acc_s)
-        for c in cutlass.range_constexpr(geometry.n // 4):
-            for r in cutlass.range_constexpr(2):
-                columns[c, r] = softmax.exp2(columns[c, r] - row_max[c])
-                self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
-        self.store_p(stage)
-        cute.arch.fence_view_async_shared()
-        found, factors = self.begin_values(stage), self.begin_factors(stage)
-        # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
-        # warps comes before the arrival, and reports it where none does (docs/debugging.md).
-        self.sync()
+        if cutlass.const_expr(geometry.votes_late):
+            # With the maximum as it is, of which a vote is taken behind it: mostly it holds.
+            over = self.is_over(row_max)
+            part = cute.make_rmem_tensor(self.acc_s.layout, Float32)
+            sums = cute.make_rmem_tensor(geometry.n // 4, Float32)
+            self.probabilities(row_max, part, sums)
+            self.store_part(part, stage)
+            cute.arch.fence_view_async_shared()
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
+            if self.any_thread(over):
+                self.move_max(row_max, is_first)
+                self.probabilities(row_max, part, sums)
+                self.store_part(part, stage)
+                cute.arch.fence_view_async_shared()
+                self.sync()
+            for c in cutlass.range_constexpr(geometry.n // 4):
+                self.row_sum[c] = sums[c]
+        else:
+            if self.exceeds(row_max):
+                self.move_max(row_max, is_first)
+            columns = wgmma.as_columns(self.acc_s)
+            for c in cutlass.range_constexpr(geometry.n // 4):
+                for r in cutlass.range_constexpr(2):
+                    columns[c, r] = softmax.exp2(columns[c, r] - row_max[c])
+                    self.row_sum[c] = self.row_sum[c] + columns[c, r] * self.weights[r]
+            self.store_p(stage)
+            cute.arch.fence_view_async_shared()
+            found, factors = self.begin_values(stage), self.begin_factors(stage)
+            # In this order: racecheck follows what was written to the other consumer where a barrier of all of its own
+            # warps comes before the arrival, and reports it where none does (docs/debugging.md).
+            self.sync()
         cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + self.me, number_of_threads=CONSUMER_THREADS)
-        self.multiply(OWN, stage, found, factors)
+        self.multiply(OWN, stage, found, factors, is_last)
+
+    def probabilities(self, row_max: cute.Tensor, part: cute.Tensor, sums: cute.Tensor) -> None:
+        """P of the x in acc_s, which stay, and the sums with them."""
+        columns, of_part = wgmma.as_columns(self.acc_s), wgmma.as_columns(part)
+        for c in range(self.geometry.n // 4):
+            sums[c] = self.row_sum[c]
+            for r in range(2):
+                of_part[c, r] = softmax.exp2(columns[c, r] - row_max[c])
+                sums[c] = sums[c] + of_part[c, r] * self.weights[r]
+
+    def store_part(self, part: cute.Tensor, stage: Int32) -> None:
+        target = self.p_copy.partition_D(self.p_view(stage, True))
+        cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(part, Float16)), target)
 
     def store_p(self, stage: Int32) -> None:
         """The own P, in acc_s, to shared memory: as it is, or for each group of values times its factor."""
@@ -1702,7 +1777,7 @@ class Consumer:
             cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(part, Float16)), target)
 
     @cute.jit
-    def other_tile(self, stage: Int32, phase: Int32):
+    def other_tile(self, stage: Int32, phase: Int32, is_last: Boolean, is_first: Boolean):
         """This consumer's product with the V of a tile whose P the other one makes."""
         cute.arch.mbarrier_wait(self.full + stage, phase)
         # Who makes P has expanded e2m1 codes before.
@@ -1710,8 +1785,8 @@ class Consumer:
         cute.arch.barrier(barrier_id=Barrier.P_ODD - self.me, number_of_threads=CONSUMER_THREADS)
         found = self.begin_values(stage) if self.geometry.fp4 else early
         factors = self.begin_factors(stage)
-        self.follow_max()
-        self.multiply(OTHER, stage, found, factors)
+        self.follow_max(is_first)
+        self.multiply(OTHER, stage, found, factors, is_last)
 
     @cute.jit
     def run(self, first: Int32, end: Int32, stage: Int32, phase: Int32):
@@ -1736,15 +1811,16 @@ class Consumer:
             if (tile + CONSUMERS >= end) & ((tile < end) | (tile == first + 1)):
                 warp_arrive(self.query_empty)
             if tile > first:
-                self.other_tile(stage, phase)
+                self.other_tile(stage, phase, tile == end, tile == first + 1)
             if tile < end:
-                self.own_tile(own)
+                self.own_tile(own, tile == end - 1, tile == first)
             stage, phase = stage_at(own, own_phase, 1, stages)
             own, own_phase = stage_at(stage, phase, 1, stages)
         # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN has,
         # once more, where a tile is left over: twice in its own, where ODD has waited for its P.
-        if (self.me == ODD) & ((end - first) % 2 == 1):
-            self.sync()
+        if cutlass.const_expr(not self.geometry.votes_late):
+            if (self.me == ODD) & ((end - first) % 2 == 1):
+                self.sync()
 
 
 @dataclass(frozen=True, eq=False)
@@ -2063,6 +2139,73 @@ def epilogue_of_rows(
                 cute.make_tensor(target, cute.make_layout(1))[0] = both
 
 
+@cute.jit
+def epilogue_in_rows(
+    acc_o: cutlass.Constexpr, weights: cute.Pointer, storage: cutlass.Constexpr, stage: Int32, results: Results,
+    token: Int32, place: Place, tile: Int32, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
+):  # fmt: skip
+    """`epilogue` where P has no place of its own: through the rows of the split's last tile, in shared memory. Nobody
+    reads that stage any more, and producers do not have it yet. One instruction rounds two numbers and packs them."""
+    out, _, outputs, _ = results
+    count, layout = geometry.n // 4, geometry.partials
+    me, lane = thread // WARPGROUP, thread % 32
+    factor = cute.make_rmem_tensor(count, Float32)
+    cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+    softmax.collect(factor, weights, 1, lane, False)
+    base = outputs.iterator.toint() + 2 * layout.row(place.slot, tile, Int32(0)) * layout.columns
+    if place.whole:
+        base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
+    heads = cutlass.min(geometry.h - first_row, geometry.n)
+    chunk, of_chunk = thread % 8, thread % WARPGROUP // 8
+    base = base + Int64(of_chunk * (2 * VALUES) + (me * HALF_PANELS * PANEL + 8 * chunk) * 2)
+    exchange = storage.rows.data_ptr() + cute.assume(
+        stage * (TOKENS * geometry.stride) + me * (TOKENS * geometry.stride // 2), divby=64
+    )
+    exchange = cute.recast_ptr(exchange.align(64), dtype=Int32)
+    for i in cutlass.range_constexpr(HALF_PANELS):
+        columns, words = wgmma.as_columns(acc_o[i]), cute.make_rmem_tensor(count, Int32)
+        for c in cutlass.range_constexpr(count):
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = columns[c, r] * factor[c]
+        if place.whole:
+            for c in cutlass.range_constexpr(count):
+                words[c] = rounded_pair(columns[c, 0], columns[c, 1], out.element_type)
+        else:
+            for c in cutlass.range_constexpr(count):
+                words[c] = rounded_pair(columns[c, 0], columns[c, 1], Float16)
+        # Two places in turn: who meets behind the second one has read the first one.
+        panel = exchange + i % 2 * (geometry.n * PANEL_WORDS)
+        _, word = word_place(thread, 0, i, place.whole)
+        for r in cutlass.range_constexpr(2):
+            place_of_row = panel + exchange_word(wgmma.acc_column(lane, r), word % PANEL_WORDS)
+            for c in cutlass.range_constexpr(r, count, 2):
+                place_of_row[c // 2 * 8 * PANEL_WORDS] = words[c]
+        cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        steps = geometry.n * 8 // WARPGROUP
+        vectors = cute.make_rmem_tensor((4, steps), Int32)
+        for k in cutlass.range_constexpr(steps):
+            row = of_chunk + k * (WARPGROUP // 8)
+            source = (panel + cute.assume(exchange_word(row, 4 * chunk), divby=4)).align(16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vectors[None, k])
+        for k in cutlass.range_constexpr(steps):
+            row = k * (WARPGROUP // 8)
+            target = base + (row * (2 * VALUES) + 2 * PANEL * i)
+            target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
+            at = cute.make_tensor(target, cute.make_layout(4))
+            if cutlass.const_expr(geometry.h % geometry.n == 0):
+                cute.autovec_copy(vectors[None, k], at)
+            elif of_chunk + row < heads:
+                cute.autovec_copy(vectors[None, k], at)
+
+
+def rounded_pair(low: Float32, high: Float32, dtype: Any) -> Int32:
+    """Two numbers, rounded to a 16-bit type, as a word."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
+    )
+
+
 def exchange_word(row: Int32, word: Any) -> Any:
     """Where a word of a panel's results lies: 16-byte chunks of a row are permuted, so that neither the threads that
     write nor those that read have a bank in common."""
@@ -2175,6 +2318,7 @@ def consume(
             if cutlass.const_expr(not geometry.paged):
                 found.forget(acc_o, storage)
             weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
+            alone = place.whole  # nobody merges
             place = merge_all(walk, place, split, tiles, add, thread)
             if place.whole:
                 weigh_whole(
@@ -2186,11 +2330,26 @@ def consume(
                 scale = cutlass.select_(walk.pool.combined > 0, factors.values, Float32(1.0))
                 weigh_partial(acc_o, found, weights, results, scale, place.slot, tile, thread, geometry)
             if cutlass.const_expr(geometry.p_in_rows):
-                epilogue_of_rows(acc_o, weights, results, block.first, place, tile, first_row, thread, geometry)
+                if cutlass.const_expr(geometry.holds):
+                    held, _ = stage_at(stage, phase, geometry.stages - 1, geometry.stages)  # the split's last tile
+                    epilogue_in_rows(
+                        acc_o, weights, storage, held, results, block.first, place, tile, first_row, thread, geometry
+                    )  # fmt: skip
+                    # Copies of rows write there next, through another proxy.
+                    cute.arch.fence_view_async_shared()
+                    cute.arch.sync_warp()
+                    warp_arrive(storage.empty.data_ptr() + held)
+                else:
+                    epilogue_of_rows(acc_o, weights, results, block.first, place, tile, first_row, thread, geometry)
             else:
                 epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
-            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            walk.publish_all(split, tiles, thread)
+            if cutlass.const_expr(geometry.meets_less):
+                if not alone:
+                    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+                    walk.publish_all(split, tiles, thread)
+            else:
+                named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+                walk.publish_all(split, tiles, thread)
         else:
             rows.store_no_keys(results, block, of_tile, thread, CONSUMER_THREADS)
         split = following
@@ -2404,6 +2563,7 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
+    forms: int = 0
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2412,7 +2572,7 @@ class SparseMlaV2Tiling(Tiling):
         page, extra_page = pages_of(pd)
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens,
+            pd.extra_layout, pd.strided_out, self.shortens, self.forms,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

@@ -187,6 +187,10 @@ class Geometry:
         return bool(self.forms & 128) and self.p_in_rows
 
     @property
+    def loads_early(self) -> bool:
+        return bool(self.forms & 512) and self.p_in_rows
+
+    @property
     def begins_at_zero(self) -> bool:
         return bool(self.forms & 256) and self.p_in_rows
 
@@ -1718,12 +1722,15 @@ class Consumer:
         if cutlass.const_expr(geometry.votes_late):
             # With the maximum as it is, of which a vote is taken behind it: mostly it holds.
             over = self.is_over(row_max)
+            if cutlass.const_expr(geometry.loads_early):
+                found, factors = self.begin_values(stage), self.begin_factors(stage)
             part = cute.make_rmem_tensor(self.acc_s.layout, Float32)
             sums = cute.make_rmem_tensor(geometry.n // 4, Float32)
             self.probabilities(row_max, part, sums)
             self.store_part(part, stage)
             cute.arch.fence_view_async_shared()
-            found, factors = self.begin_values(stage), self.begin_factors(stage)
+            if cutlass.const_expr(not geometry.loads_early):
+                found, factors = self.begin_values(stage), self.begin_factors(stage)
             if self.any_thread(over):
                 self.move_max(row_max, is_first)
                 self.probabilities(row_max, part, sums)

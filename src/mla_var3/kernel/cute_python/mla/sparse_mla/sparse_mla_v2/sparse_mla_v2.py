@@ -187,6 +187,18 @@ class Geometry:
         return bool(self.forms & 128) and self.p_in_rows
 
     @property
+    def trees(self) -> bool:
+        return bool(self.forms & 1024) and self.p_in_rows
+
+    @property
+    def looks_late(self) -> bool:
+        return bool(self.forms & 2048) and self.p_in_rows
+
+    @property
+    def keeps(self) -> bool:
+        return bool(self.forms & 4096) and self.p_in_rows
+
+    @property
     def loads_early(self) -> bool:
         return bool(self.forms & 512) and self.p_in_rows
 
@@ -1091,6 +1103,43 @@ class Registers(NamedTuple):
     row_sum: cute.Tensor  # (n / 4,) fp32: this thread's share of the sums of the own P
 
 
+class Kept(NamedTuple):
+    """Addresses in shared memory that a consumer's thread keeps in registers."""
+
+    keys: Int32
+    values: Int32
+    scales: Int32
+    valid: Int32
+    stores: Int32
+    loads: Int32
+    maxima: Int32
+    tokens: Int32
+    lane: Int32
+
+    @classmethod
+    def make(cls, me: Int32, storage: Any, thread: Int32, geometry: Geometry) -> Kept:
+        lane, warp = thread % 32, thread // 32 % WARPS
+        tile, factors = storage.rows.data_ptr().toint(), storage.factors.data_ptr().toint()
+        row = warp * 16 + lane % 16
+        values = (
+            tile + (row * geometry.stride + lane // 16 * 16),
+            tile + (lane * geometry.stride + me * (HALF_PANELS * PANEL) + warp * 16),
+            tile + ((warp * 16 + lane // 4) * geometry.stride + geometry.cache.quantised),
+            storage.valid.data_ptr().toint() + 4 * warp,
+            factors + 2 * (lane // 8 * 16 + warp * 4 + lane // 4 % 2 + lane % 4 * TOKENS),
+            factors + 2 * (me * geometry.own_groups * TOKENS + lane % 4 * 16),
+            storage.maxima.data_ptr().toint() + 4 * ((me * WARPS + warp) * geometry.n + 2 * (lane % 4)),
+            storage.tokens.data_ptr().toint() + 4 * (me * WARPS + warp),
+            lane,
+        )
+        # What comes out of a shuffle is kept: the compiler would make it of the thread's number again for each tile.
+        return cls(*(Int32(cute.arch.shuffle_sync(Int32(value), lane)) for value in values))
+
+
+def at(kind: Any, address: Any, align: int) -> cute.Pointer:
+    return cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=align)
+
+
 @dataclass(frozen=True, eq=False)
 class Consumer:
     """Views and registers of one consumer warpgroup. `me`: EVEN or ODD, the same in all threads of a warp: both run
@@ -1128,9 +1177,10 @@ class Consumer:
     acc_o: Any  # a (64, n) fp32 accumulator of each own panel of V, which both consumers' code shares,
     row_sum: Any  # as this thread's share of the sums of the own P' · 2^-e
     tokens: Any  # (1,), shared memory: not 0 once rows of this warp's have named tokens
+    kept: Any
 
     @classmethod
-    def make(cls, me, geometry, storage, thread, scale_log2, registers) -> Consumer:
+    def make(cls, me, geometry, storage, thread, scale_log2, registers, kept) -> Consumer:
         """Views of a thread's part. registers: `Registers`."""
         n, query, p = geometry.n, storage.query.data_ptr(), storage.p.data_ptr()
         mma_s, mma_plain, mma_o = (
@@ -1192,6 +1242,7 @@ class Consumer:
             weights=cute.make_rmem_tensor(2, Float32),
             acc_o=registers.acc_o,
             row_sum=registers.row_sum,
+            kept=kept,
             tokens=cute.make_tensor(storage.tokens.data_ptr() + (me * WARPS + thread // 32), cute.make_layout(1)),
         )
 
@@ -1223,16 +1274,21 @@ class Consumer:
         """Notes whether one of the warp's rows of a tile names a token. In shared memory, since a register more in the
         loop over tiles is one too many with 64 heads."""
         tokens = self.tokens
+        if cutlass.const_expr(self.geometry.keeps):
+            tokens = cute.make_tensor(at(Int32, self.kept.tokens, 4), cute.make_layout(1))
         if (names & 0x55555555) != 0:
             tokens[0] = Int32(1)
 
-    def scales_of(self, stage: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
+    def scales_of(self, stage: Int32, row: Int32, r: int = 0) -> tuple[Int32, list[Float32]]:
         """(e, the factor of each group, times 2^-e) of a token."""
         geometry = self.geometry
         if geometry.float_scales:
             found = cute.make_rmem_tensor(geometry.cache.scales, Float32)
             place = self.tile_rows(stage) + cute.assume(row * geometry.stride + geometry.cache.quantised, divby=16)
             source = cute.recast_ptr(place.align(16), dtype=Float32)
+            if geometry.keeps:
+                far = stage * (TOKENS * geometry.stride) + 8 * r * geometry.stride
+                source = at(Float32, self.kept.scales + far, 16)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(geometry.cache.scales)), found)
             top = cute.math.absf(found[0])
             for g in range(1, geometry.cache.scales):
@@ -1262,14 +1318,18 @@ class Consumer:
         factors go to shared memory too, for the products with V."""
         geometry = self.geometry
         lane, warp = self.thread % 32, self.thread // 32
-        names = self.valid[warp, stage]
+        if cutlass.const_expr(geometry.keeps):
+            lane = self.kept.lane
+            names = cute.make_tensor(at(Int32, self.kept.valid + stage * (4 * PRODUCERS), 4), cute.make_layout(1))[0]
+        else:
+            names = self.valid[warp, stage]
         self.note_tokens(names)
         for r in cutlass.range_constexpr(2):
             row = wgmma.acc_row(self.thread, r)
             self.scaled[r], self.weights[r] = self.scale_log2, Float32(1.0)
             exponent = Int32(0)
             if cutlass.const_expr(geometry.groups > 0):
-                exponent, values = self.scales_of(stage, row)
+                exponent, values = self.scales_of(stage, row, r)
                 self.scaled[r] = self.scale_log2 * partials.power_of_two(exponent)
                 self.weights[r] = partials.power_of_two(-exponent)
                 word = (127 - exponent) << 7
@@ -1286,6 +1346,9 @@ class Consumer:
         base = self.factors + (stage * geometry.code_factors * TOKENS + lane // 8 * 16 + warp * 4 + lane // 4 % 2)
         for first in cutlass.range_constexpr(0, geometry.code_factors, 4):
             place = base + (first + lane % 4) * TOKENS
+            if cutlass.const_expr(geometry.keeps):
+                far = stage * (2 * geometry.code_factors * TOKENS) + 2 * first * TOKENS
+                place = at(Float16, self.kept.stores + far, 2)
             for r in cutlass.range_constexpr(2):
                 low = cutlass.select_(lane % 2 > 0, pairs[r, first + 1], pairs[r, first])
                 high = cutlass.select_(lane % 2 > 0, pairs[r, first + 3], pairs[r, first + 2])
@@ -1469,6 +1532,8 @@ class Consumer:
         geometry, lane = self.geometry, self.thread % 32
         row = self.thread // 32 * 16 + lane % 16
         address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
+        if geometry.keeps:
+            address = self.kept.keys + stage * (TOKENS * geometry.stride)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
         found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
         self.read_factors(stage, pairs, plain)
@@ -1513,7 +1578,10 @@ class Consumer:
     @cute.jit
     def read_max(self, row_max: cute.Tensor):
         """(n / 4,) registers: the running maximum of the thread's columns."""
-        softmax.collect(row_max, self.maxima, 1, self.thread % 32, True)
+        if cutlass.const_expr(self.geometry.keeps):
+            softmax.collect(row_max, at(Float32, self.kept.maxima, 8), 1, Int32(0), True)
+        else:
+            softmax.collect(row_max, self.maxima, 1, self.thread % 32, True)
 
     @cute.jit
     def write_max(self, row_max: cute.Tensor):
@@ -1537,10 +1605,20 @@ class Consumer:
     def exceeds(self, row_max: cute.Tensor) -> Boolean:
         """Whether the running maximum of any column has to move; the same in all warps, which meet here."""
         columns = wgmma.as_columns(self.acc_s)
-        most = cute.arch.fmax(columns[0, 0], columns[0, 1]) - row_max[0]
-        for c in cutlass.range_constexpr(1, self.geometry.n // 4):
-            most = cute.arch.fmax(most, cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c])
+        if cutlass.const_expr(self.geometry.trees):
+            most = self.most(row_max)
+        else:
+            most = cute.arch.fmax(columns[0, 0], columns[0, 1]) - row_max[0]
+            for c in cutlass.range_constexpr(1, self.geometry.n // 4):
+                most = cute.arch.fmax(most, cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c])
         return self.any_thread(most > softmax.SLACK)
+
+    def most(self, row_max: cute.Tensor) -> Any:
+        columns = wgmma.as_columns(self.acc_s)
+        left = [cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c] for c in range(self.geometry.n // 4)]
+        while len(left) > 1:
+            left = [cute.arch.fmax(*left[i : i + 2]) if i + 1 < len(left) else left[i] for i in range(0, len(left), 2)]
+        return left[0]
 
     def is_over(self, row_max: cute.Tensor) -> Boolean:
         """The same of this thread's columns alone."""
@@ -1581,9 +1659,9 @@ class Consumer:
             self.rescale(best)
 
     @cute.jit
-    def follow_max(self, is_first: Boolean):
+    def follow_max(self, is_first: Boolean, moves: Int32):
         """Takes over the maximum that the other consumer has published, if it has moved."""
-        moves, seen = self.moves[0], self.seen
+        seen = self.seen
         if moves != seen[0]:
             seen[0] = moves
             count = cutlass.const_expr(self.geometry.n // 4)
@@ -1622,6 +1700,9 @@ class Consumer:
         geometry, lane, warp = self.geometry, self.thread % 32, self.thread // 32
         tile = self.tile_rows(stage).toint() + 32 * half * geometry.stride
         address = tile + (lane * geometry.stride + (self.me * HALF_PANELS + panel) * PANEL + warp * 16)
+        if geometry.keeps:
+            far = 32 * half * geometry.stride + panel * PANEL
+            address = self.kept.values + stage * (TOKENS * geometry.stride) + far
         if not geometry.is_mixed(panel):
             return load_matrices(address, transposed=True)
         # Four matrices of eight tokens and columns, for each of two k blocks; of codes only the first four are there.
@@ -1641,6 +1722,9 @@ class Consumer:
             group = group + self.thread // 32 * (geometry.groups // geometry.panels) // WARPS
         token = (stage * geometry.code_factors + group) * TOKENS + self.thread % 4 * 16 + 8 * half
         source = cute.recast_ptr((self.factors + cute.assume(token, divby=8)).align(16), dtype=Int32)
+        if geometry.keeps:
+            far = stage * (2 * geometry.code_factors * TOKENS) + 2 * (geometry.own_group(panel) * TOKENS + 8 * half)
+            source = at(Int32, self.kept.loads + far, 16)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), factors)
         return factors
 
@@ -1694,7 +1778,9 @@ class Consumer:
         else:
             warp_arrive(self.empty + stage)
 
-    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any], is_last: Boolean) -> None:
+    def multiply(
+        self, maker: int, stage: Int32, found: list[Any], factors: list[Any], is_last: Boolean, begun: Any = None
+    ) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
         `begin_values` and `begin_factors`."""
         parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
@@ -1702,7 +1788,7 @@ class Consumer:
             if i + AHEAD < len(parts):
                 found.append(self.load_values(stage, *parts[i + AHEAD]))
                 factors.append(self.next_factors(stage, factors))
-            values = self.value_words(found[i], panel, factors[i])
+            values = begun if i == 0 and begun is not None else self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
             issue(self.mma_o, self.acc_o[panel], values, p[copy], 2 * half)
             if i > 0:
@@ -1792,8 +1878,14 @@ class Consumer:
         cute.arch.barrier(barrier_id=Barrier.P_ODD - self.me, number_of_threads=CONSUMER_THREADS)
         found = self.begin_values(stage) if self.geometry.fp4 else early
         factors = self.begin_factors(stage)
-        self.follow_max(is_first)
-        self.multiply(OTHER, stage, found, factors, is_last)
+        if cutlass.const_expr(self.geometry.looks_late):
+            moves = self.moves[0]
+            words = self.value_words(found[0], self.value_parts()[0][0], factors[0])
+            self.follow_max(is_first, moves)
+            self.multiply(OTHER, stage, found, factors, is_last, words)
+        else:
+            self.follow_max(is_first, self.moves[0])
+            self.multiply(OTHER, stage, found, factors, is_last)
 
     @cute.jit
     def run(self, first: Int32, end: Int32, stage: Int32, phase: Int32):
@@ -2277,6 +2369,9 @@ def consume(
         if thread < geometry.n:
             head = cutlass.min(first_row + thread, geometry.h - 1)
             storage.sinks.data_ptr()[thread] = sink[head] * math.log2(math.e)
+    kept = None
+    if cutlass.const_expr(geometry.keeps):
+        kept = Kept.make(me, storage, thread, geometry)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
     if cutlass.const_expr(geometry.shortens):
         tile_of_full, _, _ = walk.tiles_of(split)
@@ -2307,7 +2402,7 @@ def consume(
             of_query = widen_query(storage, thread, geometry)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, registers)
+            w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, registers, kept)
             begin, stop = first, end
             if cutlass.const_expr(geometry.shortens):
                 if is_short(storage):

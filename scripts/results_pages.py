@@ -143,8 +143,8 @@ FIRST_TURN = (
     "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-four-producer-warps))."
 )
-#: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
-EMPTY_US = 3.0
+#: Calls of `unseen_indexer` of fewer FLOPs compute next to nothing.
+EMPTY_FLOPS = 10**6
 #: Page -> what its cells and columns are, where their names do not say it.
 MORE = {
     "sparse_decode": (
@@ -235,7 +235,8 @@ MORE = {
     "unseen_indexer": (
         " Where a request has three query tokens, the code of some records multiplied all at once, and today's does it "
         "in two parts. In some ragged cells almost no query token sees a key, so that an almost empty call is timed: "
-        f"a second mean leaves out the calls that take less than {EMPTY_US:g} us. {FIRST_TURN} {FP8_LIMIT}"
+        f"a second mean leaves out the calls of less than {EMPTY_FLOPS // 10**6} MFLOP, in one of which DeepGEMM takes "
+        f"18 times as long. {FIRST_TURN} {FP8_LIMIT}"
     ),
 }
 #: Device -> experiment -> what its rows are there, on the page of a further device.
@@ -572,7 +573,7 @@ def against_each(name: str) -> str:
             said += f"- Against {library} alone{words}: {summary(some).replace('Geometric', 'geometric', 1)}\n"
     if name == "unseen_indexer":
         mean = summary(not_empty(live(records_of(MAIN, name))))
-        said += f"- Where a call takes {EMPTY_US:g} us or more: {mean.replace('Geometric', 'geometric', 1)}\n"
+        said += f"- Of {EMPTY_FLOPS // 10**6} MFLOP and more: {mean.replace('Geometric', 'geometric', 1)}\n"
     return said and f"{said}\n"
 
 
@@ -609,11 +610,8 @@ def against(records: list[dict[str, Any]]) -> str:
 
 
 def not_empty(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of cells in which the fastest call takes `EMPTY_US` or more."""
-    least: dict[tuple[str, str], float] = {}
-    for r in (r for r in records if r["time_us"]):
-        least[cell(r)] = min(r["time_us"]["burst"]["median"], least.get(cell(r), float("inf")))
-    return [r for r in records if least.get(cell(r), 0.0) >= EMPTY_US]
+    """Those of cells with `EMPTY_FLOPS` or more."""
+    return [r for r in records if workload.problem_from_record(r["problem"]).cost().flops >= EMPTY_FLOPS]
 
 
 def lacking(device: str, name: str) -> str:
@@ -824,15 +822,12 @@ PORTABLE_WHAT = {
     ),
     "portable": (
         "Cells of the page [decode](decode.md) (`experiment=portable`). `cute-dsl/flash_mla_mma_v1` is the version for "
-        "up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more, which was not timed in "
-        "`b32_s16_h128_t4096`. Each was timed with its tiling for an H200 (227 KB of shared memory for a CTA), and in "
-        "seven cells with those that the dispatcher takes where a CTA may have 163 KB (A100) or 99 KB (RTX 4090, L40S, "
-        "A40). FlashInfer and Triton's kernel have their own choice of tiling in all rows. That of Triton's kernel "
-        "takes 216 KB of shared memory with 64 query rows and more, 112 KB with 32 and 92 KB with 8 and 16: with 64 "
-        "rows and more, tilings for 163 KB and 99 KB are compared with a kernel that needs more than these. What "
-        "FlashInfer's fa2 takes is in no record. A dash stands "
-        "where the log-sum-exp of FlashInfer's fa2 did not pass the check of the run, so that it was not timed; in "
-        "all later runs it passed."
+        "up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more. Each was timed with its "
+        "tiling for an H200 (227 KB of shared memory for a CTA), and with those that the dispatcher takes where a CTA "
+        "may have 163 KB (A100) or 99 KB (RTX 4090, L40S, A40). FlashInfer and Triton's kernel have their own choice "
+        "of tiling in all rows. That of Triton's kernel takes 216 KB of shared memory with 64 query rows and more, "
+        "112 KB with 32 and 92 KB with 8 and 16: with 64 rows and more, tilings for 163 KB and 99 KB are compared with "
+        "a kernel that needs more than these. What FlashInfer's fa2 takes is in no record."
     ),
     "portable_sparse": (
         "Decode over packed FP8 caches, by indices and, where `t4096` ends a name, by a page table of 4,096 tokens of "

@@ -107,7 +107,7 @@ WHAT = {
     "unseen_prefill": (
         "Prompts that were drawn at random from seeds that no earlier run had used, with heads and widths of published "
         "models, whole prompts and chunks behind a prefix, of equal and unequal lengths (`experiment=unseen_prefill`, "
-        "with `seed=61961` and `77347`). FlashAttention-3 was timed beside what the dispatcher picked."
+        "with `seed=61961`, `77347` and `74256`). FlashAttention-3 was timed beside what the dispatcher picked."
     ),
     "chunked_prefill": (
         "New tokens of a prompt that attend to a paged latent cache of earlier ones: a pipeline that decompresses the "
@@ -175,14 +175,15 @@ MORE = {
         "`causal` stands where a query sees no later key, and `d` is the number of columns of a value and `p` how "
         "many more a key has, named where they are not 128 and 64: `d128_p0` is 128/128, `d256_p0` 256/256, and "
         "`d128_p128` 256/128, for which FlashAttention-3 and FlashAttention-4 get values padded to the keys' width. "
-        "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. The eight cells "
+        "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. Eight cells "
         "with version 23 were timed again without FlashAttention-4: four of them have its times in [earlier "
         "runs](#earlier-runs-of-cells-that-were-timed-again), and in the other four, as in three more cells, it was "
         "not timed beside these kernels. In one of the three, `b1_s8192_h128_t8192`, it took 6,775 us in burst in a "
         "run of 2026-11-21 (`results/h200/2026-11-21-prefill.jsonl`). "
         "The fastest library is the one that is fastest in burst. Each sustained time is of one turn of "
         "0.3 seconds, behind the turns of the contenders before it, and may differ by some per cent from one run to "
-        "the next. In the eight cells with version 23 it is the mean of two turns in both orders. In eight other "
+        "the next. In the cells of the files `-v23` and `-both` it is the mean of two turns in both orders; in those "
+        "of `-both` FlashAttention-4 did not compile within the run's limit of 15 seconds. In eight other "
         "cells, of 512 to 2,048 query tokens of a request, version 23 is picked now, and the rows are of version 18. "
         "Before version 23, and after 18, version 21 was picked for chunks of 512 tokens of 16 heads. It was not timed "
         "here; with the pipeline around it [chunk_decompress](../../devlogs/chunk_decompress/cute-dsl-v0.md) has its "
@@ -202,8 +203,11 @@ MORE = {
         "now. This cell alone was timed again with it, in a run of its own beside FlashAttention-3, and has 0.997. "
         "Tables and means have this later time, and the times as drawn are in [earlier "
         "runs](#earlier-runs-of-cells-that-were-timed-again). In nine more cells of seed 61961 version 23 is picked "
-        "now, and the rows are of version 18. Seed 77347 was drawn for the rules of today. Sustained times are of two "
-        "turns in both orders."
+        "now, and the rows are of version 18. Seeds 77347 and 74256 were drawn for the rules of today, and all of "
+        "their cells were timed. Under 0.97 is one cell of seed 61961 at the power limit, "
+        "`b3_s522_h128_t14542_causal_ragged`, with 0.968. In a chunk like it version 23 reads keys from DRAM more than "
+        "once ([counters](../../devlogs/flash_attention/cute-dsl-v23.md#experiment-counters)), which may be why. "
+        "Sustained times are of two turns in both orders."
     ),
     "chunked_prefill": (
         " `mla_chunk_prefill` attends in latent space below 240 new tokens of a request, and decompresses from there "
@@ -307,11 +311,12 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
             "h200/2026-11-28-prefill-v18.jsonl",
             "h200/2026-11-29-prefill.jsonl",
             "h200/2026-11-29-prefill-v23.jsonl",
+            "h200/2026-11-29-prefill-both.jsonl",
         ),
         "chunked_prefill": tuple(
             f"h200/2026-11-29-chunked_prefill{word}.jsonl" for word in ("-first", "", "-splits", "-v23")
         ),
-        "unseen_prefill": tuple(f"h200/2026-11-29-unseen_prefill-{seed}.jsonl" for seed in (61961, 77347)),
+        "unseen_prefill": tuple(f"h200/2026-11-29-unseen_prefill-{seed}.jsonl" for seed in (61961, 77347, 74256)),
     },
     "h100": {
         **{name: f"h100/2026-11-26-{name}.jsonl" for name in WHAT if name not in ON_H200},

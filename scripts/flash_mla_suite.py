@@ -17,8 +17,11 @@ Cases of one class of code are run one after another in one process, since compi
 classes with many cases first. Results go to the file of --done, a line a case; cases that it has are left out, so that
 the next run goes on where this one ended. --part N/M leaves all classes but every M-th to other runs. --bundled runs
 what open bundles (MLA_VAR3_BUNDLES) have code for: nothing is compiled then, the cases of a class run in several
-processes at once, and those that take most memory come first. Prints how many cases were right, wrong or refused, and
-what the wrong ones were. Exit code: 0 where none was wrong.
+processes at once, and those that take most memory come first. --passes N runs every N-th case, then those behind them,
+and so on, and in a pass cases that take least memory first, but those of many gigabytes behind all passes: a run that
+is cut has then seen an even share of the grid, but for these.
+N should have no factor in common with the sizes of the grid, as 7 has none. Prints how many cases were right, wrong or
+refused, and what the wrong ones were. Exit code: 0 where none was wrong.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ RIGHT, WRONG, REFUSED, NO_ROOM = "right", "wrong", "refused", "no room"
 LAST_OF = 25.0  # seconds before the end, from which on no class is begun, which has to be compiled first;
 LAST_OF_BUNDLED = 5.0  # and which has not
 TOGETHER = 16  # cases of a bundled class that one process runs: with a class a process, the largest would end last
+LARGE = 16e9  # bytes: in passes, cases that need more come behind all others, which would wait for their room
 SHARE = 0.8  # of the GPU's memory, for tensors of cases that run at a time
 #: Pairs of a query token and a cached one that are computed at a time for the expected results of sparse decode.
 PAIRS = 1 << 19
@@ -418,10 +422,12 @@ class Run:
 # ------------------------------------------------------------------------------------------------ command
 def classes_of(
     cases: list[Any], device: Device | None, part: tuple[int, int], done: set[int], kernel: str = "",
-    bundled: bool = False,
+    bundled: bool = False, passes: int = 1,
 ) -> list[list[int]]:  # fmt: skip
     """Numbers of cases, a list a class, those with most cases first. bundled: only of classes that open bundles have,
-    and lists of at most `TOGETHER` cases that need about as much memory, those that need most first."""
+    and lists of at most `TOGETHER` cases that need about as much memory, those that need most first. passes: this many
+    rounds of lists, each of every so-manyth case, of bundled ones those that need least memory first, and `LARGE` ones
+    behind all rounds."""
     found: dict[str, list[int]] = {}
     for number, case in enumerate(cases):
         found.setdefault(class_of(problem_of(case), device, kernel), []).append(number)
@@ -434,8 +440,13 @@ def classes_of(
             for numbers in ordered
             if is_bundled(problem_of(cases[numbers[0]]), device, there, kernel)
         ]
+    ordered = [[n for n in numbers if n % passes == i] for i in range(passes) for numbers in ordered]
+    if bundled and device is not None:
         ordered = [numbers[i : i + TOGETHER] for numbers in ordered for i in range(0, len(numbers), TOGETHER)]
-        ordered.sort(key=lambda numbers: rooms[numbers[0]], reverse=True)
+        if passes > 1:
+            ordered.sort(key=lambda some: (rooms[some[0]] > LARGE, some[0] % passes, rooms[some[0]]))
+        else:
+            ordered.sort(key=lambda some: rooms[some[0]], reverse=True)
     left = ([number for number in numbers if number not in done] for numbers in ordered[part[0] - 1 :: part[1]])
     return [numbers for numbers in left if numbers]
 
@@ -461,6 +472,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--dense", action="store_true", help="the test of dense decode")
     parser.add_argument("--kernel", default="", metavar="LABEL", help="the version that computes all cases")
     parser.add_argument("--part", type=part_of, default=(1, 1), help="N/M: every M-th class, from the N-th on (1/1)")
+    parser.add_argument("--passes", type=int, default=1, metavar="N", help="rounds of every N-th case (1)")
     parser.add_argument("--bundled", action="store_true", help="only what open bundles have code for")
     parser.add_argument("--seconds", type=float, default=600.0, help="time that the run takes at most (600)")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="at a time")
@@ -480,7 +492,7 @@ def main(argv: list[str]) -> int:
     for _ in range(0 if asked.count else asked.processes):  # they import what they need while cases are counted
         run.start()
     suite, before = Suite.of(asked.tests, asked.dense), already(asked.done)
-    classes = classes_of(suite.cases, device, asked.part, set(before), asked.kernel, asked.bundled)
+    classes = classes_of(suite.cases, device, asked.part, set(before), asked.kernel, asked.bundled, asked.passes)
     asked_for, several = sum(map(len, classes)), "lists" if asked.bundled else "classes"
     print(f"{len(suite.cases)} cases, {len(before)} done; {asked_for} in {len(classes)} {several} now", flush=True)
     if asked.count:

@@ -109,6 +109,11 @@ WHAT = {
         "models, whole prompts and chunks behind a prefix, of equal and unequal lengths (`experiment=unseen_prefill`, "
         "with `seed=61961` and `77347`). FlashAttention-3 was timed beside what the dispatcher picked."
     ),
+    "chunked_prefill": (
+        "New tokens of a prompt that attend to a paged latent cache of earlier ones: a pipeline that decompresses the "
+        "cached rows (`chunk_decompress`), one that attends in latent space (`chunk_absorb`), and the first one with "
+        "FlashAttention-3 for its attention (`peer/fa3_chunked`), as engines have it (`experiment=chunked_prefill`)."
+    ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
         "latent space, and the latent output out of it (`experiment=absorb_gemm`)."
@@ -200,6 +205,16 @@ MORE = {
         "now, and the rows are of version 18. Seed 77347 was drawn for the rules of today. Sustained times are of two "
         "turns in both orders."
     ),
+    "chunked_prefill": (
+        " `mla_chunk_prefill` attends in latent space below 240 new tokens of a request, and decompresses from there "
+        "on. The FLOPs of a cell are those of decompressing and of attention over heads. Attention in latent space "
+        "decompresses nothing, so that it passes 100 % of the limit with few new tokens. A row that names no versions "
+        "of `flash_attention` behind `chunk_decompress` has those that the pipeline picked when it was timed: versions "
+        "1 and 0 in the files `-first` and the one without a word behind its name, version 21 in `-splits` and `-v23`. "
+        "It picks version 23 now ([devlog](../../devlogs/chunk_decompress/cute-dsl-v0.md)). "
+        "Sustained times of the cells with version 23 are of two "
+        "turns in both orders, and those of the others of one."
+    ),
     "indexer_logits": (
         " In the cell with logits in bf16 the run timed version 3, which is retired, so that the first table leaves it "
         f"out. {FP8_LIMIT}"
@@ -243,6 +258,7 @@ CACHES = {
     "unseen_indexer": "e4m3 queries and keys, 128 columns, fp32 logits",
     "prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
     "unseen_prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
+    "chunked_prefill": "bf16, latent 512 + rope 64 in pages of 64 tokens, heads of 192/128",
     "absorb_gemm": "bf16, heads of 128 columns, latent 512",
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
@@ -256,6 +272,7 @@ ON_H200 = (
     "unseen_indexer",
     "prefill",
     "unseen_prefill",
+    "chunked_prefill",
 )
 #: Device -> experiment -> its record files in results/, one or several, of which the newest record of a kernel and cell
 #: counts. The first device has a page an experiment, the others one each.
@@ -290,6 +307,9 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
             "h200/2026-11-28-prefill-v18.jsonl",
             "h200/2026-11-29-prefill.jsonl",
             "h200/2026-11-29-prefill-v23.jsonl",
+        ),
+        "chunked_prefill": tuple(
+            f"h200/2026-11-29-chunked_prefill{word}.jsonl" for word in ("-first", "", "-splits", "-v23")
         ),
         "unseen_prefill": tuple(f"h200/2026-11-29-unseen_prefill-{seed}.jsonl" for seed in (61961, 77347)),
     },
@@ -349,6 +369,7 @@ LIBRARIES = {
     "fa3_qv": "FlashAttention-3",
     "fa3_sparse": "FlashAttention-3",
     "fa3": "FlashAttention-3",
+    "fa3_chunked": "the pipeline with FlashAttention-3",
     "fa4": "FlashAttention-4",
     "flashinfer_fa3": "FlashInfer with its kernels for Hopper",
     "flashinfer_sparse": "FlashInfer",
@@ -394,6 +415,10 @@ NAMES = {
     )
     + " `prefill` in place of `paged` are keys that lie one behind another, and `ragged` lengths that are drawn evenly "
     "from 0 to t.",
+    "chunked_prefill": (
+        "A cell is named after its problem: `b1_s512_h16_t4608` is one request (b) with 512 new tokens (s), 16 heads "
+        "(h) and 4,608 tokens with the new ones (t), of which 4,096 are cached."
+    ),
     "unseen_prefill": (
         "A cell is named after its problem: `b23_s231_h16_t1930_kv2_causal_ragged_d256_p0` are 23 requests (b) with "
         "231 query tokens (s) and 1,930 keys (t) in the mean, a prefix among the keys, and 16 query heads (h) on 2 kv "
@@ -797,15 +822,12 @@ PORTABLE_WHAT = {
     ),
     "portable": (
         "Cells of the page [decode](decode.md) (`experiment=portable`). `cute-dsl/flash_mla_mma_v1` is the version for "
-        "up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more, which was not timed in "
-        "`b32_s16_h128_t4096`. Each was timed with its tiling for an H200 (227 KB of shared memory for a CTA), and in "
-        "seven cells with those that the dispatcher takes where a CTA may have 163 KB (A100) or 99 KB (RTX 4090, L40S, "
-        "A40). FlashInfer and Triton's kernel have their own choice of tiling in all rows. That of Triton's kernel "
-        "takes 216 KB of shared memory with 64 query rows and more, 112 KB with 32 and 92 KB with 8 and 16: with 64 "
-        "rows and more, tilings for 163 KB and 99 KB are compared with a kernel that needs more than these. What "
-        "FlashInfer's fa2 takes is in no record. A dash stands "
-        "where the log-sum-exp of FlashInfer's fa2 did not pass the check of the run, so that it was not timed; in "
-        "all later runs it passed."
+        "up to 32 query rows of a cache and `cute-dsl/flash_mla_mma_v3` the one for more. Each was timed with its "
+        "tiling for an H200 (227 KB of shared memory for a CTA), and with those that the dispatcher takes where a CTA "
+        "may have 163 KB (A100) or 99 KB (RTX 4090, L40S, A40). FlashInfer and Triton's kernel have their own choice "
+        "of tiling in all rows. That of Triton's kernel takes 216 KB of shared memory with 64 query rows and more, "
+        "112 KB with 32 and 92 KB with 8 and 16: with 64 rows and more, tilings for 163 KB and 99 KB are compared with "
+        "a kernel that needs more than these. What FlashInfer's fa2 takes is in no record."
     ),
     "portable_sparse": (
         "Decode over packed FP8 caches, by indices and, where `t4096` ends a name, by a page table of 4,096 tokens of "

@@ -194,6 +194,10 @@ def test_bundled_classes_are_cut_into_lists(suite: Any, tmp_path: Path, monkeypa
     assert suite.classes_of(made.cases, device, (2, 2), {5}, bundled=True) == [[4]]
     made.cases[5].s_kv = 4096  # needs more memory
     assert suite.classes_of(made.cases, device, (1, 1), set(), bundled=True) == [[5, 0, 1, 2], [3, 4]]
+    # In passes: every third case, then those behind them, and what needs least memory first.
+    monkeypatch.setattr(suite, "TOGETHER", 1)
+    passes = suite.classes_of(made.cases, device, (1, 1), {1}, bundled=True, passes=3)
+    assert passes == [[0], [3], [4], [2], [5]]
     # More query tokens than the version takes together are requests of their own.
     many = plan.problem.replace(s=4096)
     assert suite.class_of(many, device) == suite.class_of(many.replace(b=4 * 4096, s=1), device)

@@ -13,7 +13,14 @@ from mla_var3 import workload
 from mla_var3.check.judge import UNTOUCHED
 from mla_var3.cli.arguments import experiment_cells
 
-EXPERIMENTS = ("sanitizer", "sanitizer_sparse", "sanitizer_indexer", "sanitizer_portable", "sanitizer_prefill")
+EXPERIMENTS = (
+    "sanitizer",
+    "sanitizer_sparse",
+    "sanitizer_indexer",
+    "sanitizer_portable",
+    "sanitizer_prefill",
+    "sanitizer_race",
+)
 #: The first cell of each workload.
 CELLS = {pd.workload: pd for name in EXPERIMENTS for pd in reversed(experiment_cells(name))}
 

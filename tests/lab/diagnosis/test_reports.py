@@ -142,6 +142,54 @@ def test_without_the_barrier_in_the_machine_code_it_is_new(
     assert not reports.split(tool, text)[0]
 
 
+#: Of flash_mla_mma_v3: the code of the warps of the output, and behind it that of the warps of the scores.
+MMA = CUTE / "mla" / "flash_mla_mma" / "flash_mla_mma_v3" / "flash_mla_mma_v3.py"
+MMA_READ = line_of(MMA, "cute.autovec_copy(self.moved_in(buffer), moved)")
+MMA_WRITE = line_of(MMA, "moved[self.me] = any_moves")
+MMA_RACE = f"""\
+========= Error: Race reported between Write access at flash_mla_mma_v3_1+0x1b5e0 in flash_mla_mma_v3.py:{MMA_WRITE}
+=========     and Read access at flash_mla_mma_v3_1+0x79a0 in flash_mla_mma_v3.py:{MMA_READ} [4096 hazards]
+"""
+MMA_CODE = {
+    0x7340: "BAR.ARV 0x4, 0x180",
+    0x7920: "BAR.SYNC.DEFER_BLOCKING R142, 0x180",
+    0x79A0: "LDS.128 R4, [UR25+0x40]",
+    0x8460: "@!P1 BAR.ARV R4, 0x180",
+    0x93D0: "BAR.SYNC.DEFER_BLOCKING 0x1, 0x100",
+    0x18F20: "BAR.SYNC.DEFER_BLOCKING R3, 0x180",
+    0x1A3C0: "BAR.ARV R3, 0x180",
+    0x1AA90: "BAR.SYNC.DEFER_BLOCKING R17, 0x180",
+    0x1B5E0: "@!P2 STS [R11+0x20], R4",
+    0x1B850: "BAR.ARV R3, 0x180",
+}
+
+
+def test_warps_that_arrive_are_known_to_hand_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert count("racecheck", MMA_RACE, monkeypatch, Code(MMA_CODE)) == (1, 0)
+    other = MMA_RACE.replace("flash_mla_mma_v3_1", "flash_mla_mma_v1_1")
+    assert count("racecheck", other, monkeypatch, Code(MMA_CODE)) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("gone", "more"),
+    [
+        ((0x1B850,), {0x1B5D0: "BAR.ARV R3, 0x180"}),  # the write moved behind the arrival
+        ((0x1B850,), {}),  # no one arrives behind the write
+        ((0x1AA90,), {}),  # the writer does not wait until the place is free
+        ((0x7920,), {0x79B0: "BAR.SYNC.DEFER_BLOCKING R142, 0x180"}),  # the read moved ahead of the wait
+        ((0x7920,), {0x7920: "BAR.SYNC.DEFER_BLOCKING R142, 0x100"}),  # waits for fewer threads
+        ((0x8460,), {}),  # the readers do not say that they have read
+        ((0x1B5E0,), {}),  # no store there
+        ((0x79A0,), {0x79A0: "LDG.E.128 R4, [R2]"}),  # and no load of shared memory
+    ],
+)
+def test_without_a_barrier_between_such_warps_it_is_new(
+    gone: tuple[int, ...], more: dict[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = Code({at: text for at, text in MMA_CODE.items() if at not in gone} | more)
+    assert count("racecheck", MMA_RACE, monkeypatch, code) == (0, 1)
+
+
 def test_the_verb_ends_with_1_when_something_is_new_or_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,21 +224,25 @@ from mla_var3.device import Device
 from mla_var3.catalogue.registry import KernelId, get_plan
 from mla_var3.workload.decode import MlaProblem
 h200 = Device.get("h200")
-plan = get_plan(KernelId.parse("cute-dsl/flash_mla"))(MlaProblem(b=2, s=2, h=64, t=200, causal=True), None, h200)
+plan = get_plan(KernelId.parse(sys.argv[2]))(MlaProblem(b=2, s=2, h=64, t=200, causal=True), None, h200)
 made = plan.plan_empty()
 getattr(made, "stages", [made])[0].compile(Path(sys.argv[1]), h200, keep=("cubin",))
 """
 
 
+def cubin_of(folder: Path, label: str) -> Path:
+    """The cubin of a version, with lines."""
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "CUTE_DSL_LINEINFO": "1", "PYTHONPATH": ":".join(sys.path)}
+    words = [sys.executable, "-c", COMPILE, str(folder), label]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return folder / f"{label.partition('/')[2]}.cubin"
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cubin of version 0, with lines."""
-    folder = tmp_path_factory.mktemp("cubins")
-    env = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "CUTE_DSL_LINEINFO": "1", "PYTHONPATH": ":".join(sys.path)}
-    words = [sys.executable, "-c", COMPILE, str(folder)]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return folder / "flash_mla.cubin"
+    return cubin_of(tmp_path_factory.mktemp("cubins"), "cute-dsl/flash_mla")
 
 
 def accesses(cubin: Path, known: reports.Known) -> tuple[Code, list[int], list[int]]:
@@ -217,7 +269,7 @@ def near(code: Code, at: int, step: int) -> str:
 
 def test_version_0_hands_its_maxima_over_in_order(compiled: Path) -> None:
     """Each store of max_odd stands before an arrival at barrier 2, each load behind a wait there; copy by copy."""
-    (known,) = (k for k in reports.KNOWN if k.tool == "racecheck")
+    (known,) = (k for k in reports.KNOWN if k.tool == "racecheck" and k.kernels == ("flash_mla",))
     code, stores, loads = accesses(compiled, known)
     stores = [at for at in stores if near(code, at, 1).startswith("BAR.ARV 0x2,")]
     loads = [at for at in loads if near(code, at, -1).startswith("BAR.SYNC.DEFER_BLOCKING 0x2,")]
@@ -228,6 +280,16 @@ def test_version_0_hands_its_maxima_over_in_order(compiled: Path) -> None:
     assert not code.ordered(stores[2], loads[0], 2)  # the next copy's store is not before this one's load
     # And a store waits until the loads of the turn before are behind: barrier 1 lies between them, the other way round.
     assert all(near(code, at, -1).startswith("BAR.SYNC.DEFER_BLOCKING 0x1,") for at in stores)
+
+
+@pytest.mark.slow
+def test_warps_of_scores_and_of_outputs_hand_over_in_order(tmp_path: Path) -> None:
+    """flash_mla_mma_v3: each store of what goes with P and each load of it, in the loop over KV tiles and behind it."""
+    (known,) = (k for k in reports.KNOWN if k.threads)
+    code, stores, loads = accesses(cubin_of(tmp_path, "cute-dsl/flash_mla_mma_v3"), known)
+    assert (len(stores), len(loads)) == (28, 26)  # in the loop and behind it
+    assert all(code.handed_over(store, load, known.threads) for store in stores for load in loads)
+    assert not any(code.handed_over(load, store, known.threads) for store in stores for load in loads)
 
 
 def test_version_0_has_a_place_for_each_consumer_at_the_barrier_of_its_epilogue(compiled: Path) -> None:

@@ -5,11 +5,14 @@
 A report is known when `KNOWN` has it by tool, kernel, kind and source lines, and when in addition the machine code says
 so: at the place of a synccheck report stands a wait at a named barrier that has another place of waiting, and of two
 racing accesses the write comes before its warpgroup's n-th turn at a named barrier and the read behind the other one's.
+Where a named barrier's number is in a register, the write stands between a wait and an arrival at barriers of as many
+threads, and the read behind a wait at one in the other warps' code.
 Everything else is new, also what cannot be looked up. The verb ends with 1 when something is new.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import sys
@@ -44,7 +47,8 @@ class Report:
 
 @dataclass(frozen=True)
 class Known:
-    """A report that is no fault. barriers: which named ones order it. lines: (file below the package, a line of it)."""
+    """A report that is no fault. barriers: which named ones order it. lines: (file below the package, a line of it).
+    threads: that the barriers count, where their numbers are in registers, so that `barriers` is empty."""
 
     tool: str
     kernels: tuple[str, ...]
@@ -52,8 +56,10 @@ class Known:
     barriers: tuple[int, ...]
     lines: tuple[tuple[str, str], ...]
     why: str
+    threads: int = 0
 
 
+_FLASH_MLA_MMA = "kernel/cute_python/mla/flash_mla_mma/flash_mla_mma_v3/flash_mla_mma_v3.py"
 _FLASH_MLA = "kernel/cute_python/mla/flash_mla/flash_mla/flash_mla.py"
 _TWO_PLACES = (
     "each consumer warpgroup has a copy of the code, and both wait at one named barrier, which counts both; synccheck "
@@ -61,6 +67,10 @@ _TWO_PLACES = (
 )
 _HANDED_OVER = (
     "a named barrier that counts both warpgroups lies between the write and the read, in two copies of the code"
+)
+_ARRIVED_AT = (
+    "warps of the scores arrive at FULL behind the write and warps of the output wait there ahead of the read, and the "
+    "other way round at EMPTY; racecheck does not follow bar.arrive"
 )
 #: Barriers of flash_mla: 5 is `CONSUMERS`, 2 is `MAX_ODD`.
 KNOWN: tuple[Known, ...] = (
@@ -81,6 +91,28 @@ KNOWN: tuple[Known, ...] = (
             (_FLASH_MLA, "row_values[wgmma.acc_row(self.thread, r)] = value"),
         ),
         _HANDED_OVER,
+    ),
+    Known(
+        "racecheck", ("flash_mla_mma_v3",), "Error: Race reported between", (),
+        (
+            (_FLASH_MLA_MMA, "moved[self.me] = any_moves"),
+            (_FLASH_MLA_MMA, "factors[self.row(half)] = self.factor[half]"),
+            (_FLASH_MLA_MMA, "sources[self.lane] = older.source"),
+            (_FLASH_MLA_MMA, "cute.autovec_copy(rounded, cute.make_tensor(at, cute.make_layout(2)))"),
+            (
+                _FLASH_MLA_MMA,
+                "maxima[self.row(half)], sums[self.row(half)] = self.row_max[half], total",
+            ),
+            (_FLASH_MLA_MMA, "cute.autovec_copy(self.moved_in(buffer), moved)"),
+            (_FLASH_MLA_MMA, "self.scale(i, half, factors[self.row(i, half, self.lane)])"),
+            (_FLASH_MLA_MMA, "source = source_of(self.sources_in(buffer)[loaded_row(geometry)], geometry)"),
+            (_FLASH_MLA_MMA, "found.top[half, i], found.total[half, i] = maxima[row], sums[row]"),
+            (
+                "kernel/cute_python/prims/warp_mma.py",
+                "cute.copy(atom, cute.make_tensor(place, cute.make_layout(OPERANDS)), target)",
+            ),
+        ),
+        _ARRIVED_AT, threads=384,
     ),
 )  # fmt: skip
 
@@ -154,12 +186,40 @@ class Code:
         One warpgroup arrives at the barrier and the other waits, equally often: a write before the n-th arrival is read
         behind the n-th wait, or a later one.
         """
-        if not re.match(r"(?:@!?U?P\d+ +)?STS", self.instructions.get(write, "")):
-            return False
-        if not re.match(r"(?:@!?U?P\d+ +)?LDS", self.instructions.get(read, "")):
+        if not (self._is(write, "STS") and self._is(read, "LDS")):
             return False
         arrivals, waits = self.barriers(number, "ARV"), self.barriers(number, "SYNC")
         return len(arrivals) == len(waits) and _turn(arrivals, write) < _turn(waits, read)
+
+    def handed_over(self, write: int, read: int, threads: int) -> bool:
+        """Whether a write stands between a wait and an arrival at barriers of that many threads, and a read in other
+        code, which waits at one ahead of it and arrives at one.
+
+        Some warps arrive where the others wait, and the other way round: a write behind its wait and before its arrival
+        is read behind the wait that this arrival ends, and not written again before the readers have arrived.
+        """
+        if not (self._is(write, "STS") and self._is(read, "LDS|LDSM")):
+            return False
+        turns = self._turns(threads)
+        around = [(at, kind) for at, kind in turns if at < write][-1:] + [turn for turn in turns if turn[0] > write][:1]
+        if [kind for _, kind in around] != ["SYNC", "ARV"]:
+            return False
+        own = around[0][0]
+        waits = [at for at, kind in turns if kind == "SYNC"]
+        ahead = max((at for at in waits if at < read), default=None)
+        if ahead is None or ahead == own:
+            return False
+        end = min((at for at in waits if at > ahead), default=math.inf)  # where the next warps' code has its wait
+        return any(ahead < at < end and kind == "ARV" for at, kind in turns)
+
+    def _is(self, offset: int, names: str) -> bool:
+        return re.match(rf"(?:@!?U?P\d+ +)?(?:{names})\b", self.instructions.get(offset, "")) is not None
+
+    def _turns(self, threads: int) -> list[tuple[int, str]]:
+        """(offset, SYNC or ARV) of the barriers that count so many threads, in the order of the code."""
+        pattern = re.compile(rf"(?:@!?U?P\d+ +)?BAR\.(SYNC|ARV)\S* \S+, {threads:#x}$")
+        found = ((at, pattern.match(text)) for at, text in sorted(self.instructions.items()))
+        return [(at, match[1]) for at, match in found if match]
 
 
 def _turn(offsets: Sequence[int], at: int) -> int:
@@ -223,10 +283,13 @@ def _fits(known: Known, report: Report) -> bool:
     pairs = [(first, other) if first.kind == "Write" else (other, first) for other in others]
     if not pairs or any((w.kind, r.kind) != ("Write", "Read") or w.where == r.where for w, r in pairs):
         return False
-    return any(
-        all(any(code.ordered(w.offset, r.offset, number) for number in known.barriers) for w, r in pairs)
-        for code in listings
-    )
+    return any(all(_ordered(known, code, w.offset, r.offset) for w, r in pairs) for code in listings)
+
+
+def _ordered(known: Known, code: Code, write: int, read: int) -> bool:
+    if known.threads:
+        return code.handed_over(write, read, known.threads)
+    return any(code.ordered(write, read, number) for number in known.barriers)
 
 
 def _is_line(where: str, file: str, text: str) -> bool:

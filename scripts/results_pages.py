@@ -109,6 +109,11 @@ WHAT = {
         "models, whole prompts and chunks behind a prefix, of equal and unequal lengths (`experiment=unseen_prefill`, "
         "with `seed=61961` and `77347`). FlashAttention-3 was timed beside what the dispatcher picked."
     ),
+    "chunked_prefill": (
+        "New tokens of a prompt that attend to a paged latent cache of earlier ones: a pipeline that decompresses the "
+        "cached rows (`chunk_decompress`), one that attends in latent space (`chunk_absorb`), and the first one with "
+        "FlashAttention-3 for its attention (`peer/fa3_chunked`), as engines have it (`experiment=chunked_prefill`)."
+    ),
     "absorb_gemm": (
         "The two products per head that stand around absorbed attention, in DeepSeek V3's widths: queries into the "
         "latent space, and the latent output out of it (`experiment=absorb_gemm`)."
@@ -138,8 +143,8 @@ FIRST_TURN = (
     "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-four-producer-warps))."
 )
-#: Calls of `unseen_indexer` that take less than this in burst compute next to nothing.
-EMPTY_US = 3.0
+#: Calls of `unseen_indexer` of fewer FLOPs compute next to nothing.
+EMPTY_FLOPS = 10**6
 #: Page -> what its cells and columns are, where their names do not say it.
 MORE = {
     "sparse_decode": (
@@ -200,6 +205,16 @@ MORE = {
         "now, and the rows are of version 18. Seed 77347 was drawn for the rules of today. Sustained times are of two "
         "turns in both orders."
     ),
+    "chunked_prefill": (
+        " `mla_chunk_prefill` attends in latent space below 240 new tokens of a request, and decompresses from there "
+        "on. The FLOPs of a cell are those of decompressing and of attention over heads. Attention in latent space "
+        "decompresses nothing, so that it passes 100 % of the limit with few new tokens. A row that names no versions "
+        "of `flash_attention` behind `chunk_decompress` has those that the pipeline picked when it was timed: versions "
+        "1 and 0 in the files `-first` and the one without a word behind its name, version 21 in `-splits` and `-v23`. "
+        "It picks version 23 now ([devlog](../../devlogs/chunk_decompress/cute-dsl-v0.md)). "
+        "Sustained times of the cells with version 23 are of two "
+        "turns in both orders, and those of the others of one."
+    ),
     "indexer_logits": (
         " In the cell with logits in bf16 the run timed version 3, which is retired, so that the first table leaves it "
         f"out. {FP8_LIMIT}"
@@ -220,7 +235,8 @@ MORE = {
     "unseen_indexer": (
         " Where a request has three query tokens, the code of some records multiplied all at once, and today's does it "
         "in two parts. In some ragged cells almost no query token sees a key, so that an almost empty call is timed: "
-        f"a second mean leaves out the calls that take less than {EMPTY_US:g} us. {FIRST_TURN} {FP8_LIMIT}"
+        f"a second mean leaves out the calls of less than {EMPTY_FLOPS // 10**6} MFLOP, in one of which DeepGEMM takes "
+        f"18 times as long. {FIRST_TURN} {FP8_LIMIT}"
     ),
 }
 #: Device -> experiment -> what its rows are there, on the page of a further device.
@@ -242,6 +258,7 @@ CACHES = {
     "unseen_indexer": "e4m3 queries and keys, 128 columns, fp32 logits",
     "prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
     "unseen_prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
+    "chunked_prefill": "bf16, latent 512 + rope 64 in pages of 64 tokens, heads of 192/128",
     "absorb_gemm": "bf16, heads of 128 columns, latent 512",
     "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
 }
@@ -255,6 +272,7 @@ ON_H200 = (
     "unseen_indexer",
     "prefill",
     "unseen_prefill",
+    "chunked_prefill",
 )
 #: Device -> experiment -> its record files in results/, one or several, of which the newest record of a kernel and cell
 #: counts. The first device has a page an experiment, the others one each.
@@ -289,6 +307,9 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
             "h200/2026-11-28-prefill-v18.jsonl",
             "h200/2026-11-29-prefill.jsonl",
             "h200/2026-11-29-prefill-v23.jsonl",
+        ),
+        "chunked_prefill": tuple(
+            f"h200/2026-11-29-chunked_prefill{word}.jsonl" for word in ("-first", "", "-splits", "-v23")
         ),
         "unseen_prefill": tuple(f"h200/2026-11-29-unseen_prefill-{seed}.jsonl" for seed in (61961, 77347)),
     },
@@ -348,6 +369,7 @@ LIBRARIES = {
     "fa3_qv": "FlashAttention-3",
     "fa3_sparse": "FlashAttention-3",
     "fa3": "FlashAttention-3",
+    "fa3_chunked": "the pipeline with FlashAttention-3",
     "fa4": "FlashAttention-4",
     "flashinfer_fa3": "FlashInfer with its kernels for Hopper",
     "flashinfer_sparse": "FlashInfer",
@@ -393,6 +415,10 @@ NAMES = {
     )
     + " `prefill` in place of `paged` are keys that lie one behind another, and `ragged` lengths that are drawn evenly "
     "from 0 to t.",
+    "chunked_prefill": (
+        "A cell is named after its problem: `b1_s512_h16_t4608` is one request (b) with 512 new tokens (s), 16 heads "
+        "(h) and 4,608 tokens with the new ones (t), of which 4,096 are cached."
+    ),
     "unseen_prefill": (
         "A cell is named after its problem: `b23_s231_h16_t1930_kv2_causal_ragged_d256_p0` are 23 requests (b) with "
         "231 query tokens (s) and 1,930 keys (t) in the mean, a prefix among the keys, and 16 query heads (h) on 2 kv "
@@ -547,7 +573,7 @@ def against_each(name: str) -> str:
             said += f"- Against {library} alone{words}: {summary(some).replace('Geometric', 'geometric', 1)}\n"
     if name == "unseen_indexer":
         mean = summary(not_empty(live(records_of(MAIN, name))))
-        said += f"- Where a call takes {EMPTY_US:g} us or more: {mean.replace('Geometric', 'geometric', 1)}\n"
+        said += f"- Of {EMPTY_FLOPS // 10**6} MFLOP and more: {mean.replace('Geometric', 'geometric', 1)}\n"
     return said and f"{said}\n"
 
 
@@ -584,11 +610,8 @@ def against(records: list[dict[str, Any]]) -> str:
 
 
 def not_empty(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of cells in which the fastest call takes `EMPTY_US` or more."""
-    least: dict[tuple[str, str], float] = {}
-    for r in (r for r in records if r["time_us"]):
-        least[cell(r)] = min(r["time_us"]["burst"]["median"], least.get(cell(r), float("inf")))
-    return [r for r in records if least.get(cell(r), 0.0) >= EMPTY_US]
+    """Those of cells with `EMPTY_FLOPS` or more."""
+    return [r for r in records if workload.problem_from_record(r["problem"]).cost().flops >= EMPTY_FLOPS]
 
 
 def lacking(device: str, name: str) -> str:

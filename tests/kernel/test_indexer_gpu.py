@@ -12,6 +12,7 @@ from planning import planned, right
 from mla_var3.workload import indexer_logits, topk
 from mla_var3.workload import indexer_topk as of_both
 from mla_var3.workload.index_append import IndexAppendProblem
+from mla_var3.workload.indexed_append import IndexedAppendProblem
 from mla_var3.workload.indexer_logits import IndexerLogitsProblem
 from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.topk import TopkProblem
@@ -52,6 +53,23 @@ CHOICES = [
     IndexerTopkProblem(b=8, t=32768), IndexerTopkProblem(b=1), IndexerTopkProblem(b=9, s=2, t=3000, heads=32, topk=64),
     IndexerTopkProblem(b=40, t=9000, heads=16, topk=512), IndexerTopkProblem(b=8, t=65536, topk=100),
 ]  # fmt: skip
+EVERY_TILING = [
+    ("cute-dsl/mqa_logits_v4", LOGITS[0]), ("cute-dsl/mqa_logits_v4", LOGITS[4]), (CHOOSES, TOPK[1]),
+    (CHOOSES, TOPK[3]), (LONG, LONG_ROWS[2]), (CHUNKS, LONG_ROWS[2]),
+    (SHORT, SHORT_ROWS[0]), (SHORT, SHORT_ROWS[4]),
+]  # fmt: skip
+IN_ORDER = [(CHOOSES, 200_000), (SHORT, 16_000), (SHORT, 7_001), (LONG, 200_000), (CHUNKS, 200_000)]
+APPENDED = [
+    IndexedAppendProblem(**fields)
+    for fields in ({}, {"interleaved_keys": True, "h": 16}, {"tokens": 9000, "h": 16}, {"powers_of_keys": False})
+]
+KEYS = [IndexAppendProblem(**fields) for fields in ({}, {"interleaved": True}, {"tokens": 9000}, {"powers": False})]
+#: What calls of the public functions plan.
+CALLED: list[Any] = [
+    IndexerLogitsProblem(b=9, s=2, t=3008), TopkProblem(b=9, s=2, t=3008, topk=512, table=True),
+    TopkProblem(b=9, s=2, t=3000, topk=512, table=True), IndexerLogitsProblem(b=1, s=600, t=4000, table=False),
+    TopkProblem(b=600, t=4000, topk=512), *KEYS,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("problem", LOGITS, ids=lambda p: p.label)
@@ -74,15 +92,7 @@ def test_topk_is_right(label: str, problem: Any) -> None:
     assert len(right(planned(label, problem))) >= 4
 
 
-@pytest.mark.parametrize(
-    ("label", "problem"),
-    [
-        ("cute-dsl/mqa_logits_v4", LOGITS[0]), ("cute-dsl/mqa_logits_v4", LOGITS[4]), (CHOOSES, TOPK[1]),
-        (CHOOSES, TOPK[3]), (LONG, LONG_ROWS[2]), (CHUNKS, LONG_ROWS[2]),
-        (SHORT, SHORT_ROWS[0]), (SHORT, SHORT_ROWS[4]),
-    ],
-    ids=lambda x: x if isinstance(x, str) else x.label,
-)  # fmt: skip
+@pytest.mark.parametrize(("label", "problem"), EVERY_TILING, ids=lambda x: x if isinstance(x, str) else x.label)
 def test_every_tiling_is_right(label: str, problem: Any) -> None:
     plan = planned(label, problem)
     for tiling in plan.autotune_configs():
@@ -255,10 +265,8 @@ def test_prefill_in_parts_is_prefill_at_once(monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(found.long().sort(1).values, want[rows].sort(1).values)
 
 
-@pytest.mark.parametrize(
-    "fields", [{}, {"interleaved_keys": True, "h": 16}, {"tokens": 9000, "h": 16}, {"powers_of_keys": False}], ids=str
-)
-def test_latents_and_keys_are_appended_at_once(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("problem", APPENDED, ids=lambda p: p.label)
+def test_latents_and_keys_are_appended_at_once(problem: Any) -> None:
     """What the two functions write: codes and scales to the byte."""
     import torch
 
@@ -266,7 +274,6 @@ def test_latents_and_keys_are_appended_at_once(fields: dict[str, Any]) -> None:
     from mla_var3.packed_cache import layout_of, new_cache
     from mla_var3.workload import indexed_append as workload
 
-    problem = workload.IndexedAppendProblem(**fields)
     assert len(right(planned("cute-dsl/indexed_append", problem))) >= 15
     inputs: Any = workload.make_inputs(problem, "cuda", seed=2)
     q, latent, rope, positions, slots, table, k, weight, bias = inputs
@@ -293,17 +300,14 @@ def test_latents_and_keys_are_appended_at_once(fields: dict[str, Any]) -> None:
         assert int(apart.max()) <= 1 and int((apart > 0).sum()) <= 1e-4 * apart.numel()
 
 
-@pytest.mark.parametrize("fields", [{}, {"interleaved": True}, {"tokens": 9000}, {"powers": False}], ids=str)
-def test_keys_are_appended_to_the_byte(fields: dict[str, Any]) -> None:
-    plan = planned("cute-dsl/index_append", IndexAppendProblem(**fields))
+@pytest.mark.parametrize("problem", KEYS, ids=lambda p: p.label)
+def test_keys_are_appended_to_the_byte(problem: Any) -> None:
+    plan = planned("cute-dsl/index_append", problem)
     for tiling in plan.autotune_configs():
         right(plan.with_tiling(tiling))
 
 
-@pytest.mark.parametrize(
-    ("label", "t"),
-    [(CHOOSES, 200_000), (SHORT, 16_000), (SHORT, 7_001), (LONG, 200_000), (CHUNKS, 200_000)],
-)
+@pytest.mark.parametrize(("label", "t"), IN_ORDER)
 def test_rows_in_the_order_of_their_values_are_read_again(label: str, t: int) -> None:
     """A sample of lines says nothing of rows whose lines differ from what is sampled: few candidates, or too many. Rows
     of a thread's groups that are alike have few above the floor, or all in a bin."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from mla_var3.catalogue.registry import KernelId, get_plan
+from mla_var3.catalogue.registry import KernelId, all_kernels, get_plan
 from mla_var3.device import Device
 from mla_var3.errors import UserError, install
 from mla_var3.lab import bundle
@@ -326,6 +326,15 @@ def test_the_command_line(folder: Path, capsys: pytest.CaptureFixture[str], monk
     assert f"{folder}: 4 host functions of {TINY}" in capsys.readouterr().out
 
 
+def test_a_manifest_holds_the_classes_of_every_version() -> None:
+    """The class of one workload has another one in it, which is no word of JSON."""
+    for kernel in all_kernels():
+        if kernel.language == bundle.LANGUAGE:
+            plan = get_plan(kernel)
+            problem = plan.workload.problem()
+            assert json.loads(json.dumps(bundle._class_record(plan(problem, None, Device.get("h200"))))), kernel.label
+
+
 def test_a_servers_bundle_has_the_versions_of_its_calls(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,7 +412,7 @@ def test_a_stage_of_another_version_is_kept_as_that_versions_own(tmp_path: Path)
     assert any(entry["problems"] == [problem.label] for entry in entries)
     said = run(
         f"""
-        from mla_var3.catalogue.registry import KernelId, get_plan
+        from mla_var3.catalogue.registry import KernelId, all_kernels, get_plan
         from mla_var3.workload.norm import NormProblem
         open_bundle(Path({str(tmp_path / "b")!r}))
         device = Device.get("h200")

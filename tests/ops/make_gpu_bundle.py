@@ -10,6 +10,7 @@ that runs the tests, and so must the installed languages: `--without cutile-dsl`
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from collections import Counter
@@ -32,8 +33,10 @@ from mla_var3.lab import bundle
 from mla_var3.ops import fixed
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.gemm import GemmProblem
+from mla_var3.workload.indexer_topk import IndexerTopkProblem
 from mla_var3.workload.layer import LayerProblem
 from mla_var3.workload.prefill import PrefillProblem
+from mla_var3.workload.topk import TopkProblem
 
 DEVICE = Device.get("h200")
 #: (version, knobs over its default tiling, problem)
@@ -258,6 +261,42 @@ def random_sparse_part() -> Iterator[Wanted]:
     yield from chosen(tests.problems())
 
 
+def indexer_part() -> Iterator[Wanted]:
+    """What tests/kernel/test_indexer_gpu.py plans, in all tilings where it does, and test_indexer_gpu.py calls."""
+    import test_indexer_gpu as calls
+
+    tests = _of_kernels("test_indexer_gpu")
+    logits, both, index, at_once = (
+        f"cute-dsl/{name}" for name in ("mqa_logits_v4", "indexer_topk", "index_append", "indexed_append")
+    )
+    plain = {
+        logits: tests.LOGITS, tests.CHOOSES: [*tests.TOPK, TopkProblem(b=140, t=70000)], tests.SHORT: tests.SHORT_ROWS,
+        tests.LONG: tests.LONG_ROWS, tests.CHUNKS: [*tests.LONG_ROWS, *tests.MANY_LONG_ROWS],
+        at_once: tests.APPENDED,
+    }  # fmt: skip
+    yield from ((KernelId.parse(label), {}, problem) for label, problems in plain.items() for problem in problems)
+    for label, problem in tests.EVERY_TILING:
+        yield from every_tiling(label, [problem])
+    yield from every_tiling(both, [*tests.CHOICES, *(IndexerTopkProblem(b=8, t=9000, topk=k) for k in (64, 2048))])
+    yield from every_tiling(index, tests.KEYS)
+    for label, t in tests.IN_ORDER:
+        yield from every_tiling(label, [TopkProblem(b=7, t=t, topk=k) for k in (64, 512, 2048)])
+    yield from chosen([*tests.CALLED, *(problem.of_latents for problem in tests.APPENDED)])
+    for problem in (calls.PAGED, calls.PROMPT):
+        yield from chosen([problem, problem.replace(dtype="bf16")])
+
+
+def _of_kernels(name: str) -> Any:
+    """A test file of tests/kernel of which this folder has a namesake."""
+    spec = importlib.util.spec_from_file_location(
+        f"{name}_of_kernels", Path(__file__).parents[1] / "kernel" / f"{name}.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def merge_part() -> Iterator[Wanted]:
     """What tests/kernel/test_merge_partials_gpu.py plans, in all tilings."""
     import test_merge_partials_gpu as tests
@@ -360,6 +399,7 @@ PARTS: dict[str, Callable[[], Iterator[Wanted]]] = {
     "sparse": sparse_part,
     "random_sparse": random_sparse_part,
     "gemm": gemm_part,
+    "indexer": indexer_part,
     "merge": merge_part,
     "prefill": prefill_part,
     "chunks": chunks_part,

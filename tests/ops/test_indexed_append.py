@@ -121,4 +121,6 @@ def test_mistakes_are_told_of_the_argument() -> None:
     refused(r"^bias is \(64,\)", bias=x["bias"][:64])
     refused(r"^slots is \(5,\) torch.int32", slots=x["slots"].int())
     refused("^index_cache is", index_cache=x["index_cache"][..., :100])
-    refused("^kv_cache has pages of 16 tokens", kv_cache=new_cache(layout_of("v32"), 2, 16, "cpu"))
+    for page in (16, 48):
+        of = rf"^kv_cache has pages of {page} tokens: beside an index cache pass a multiple of 64\.$"
+        refused(of, kv_cache=new_cache(layout_of("v32"), 2, page, "cpu"))

@@ -7,7 +7,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
@@ -240,7 +240,7 @@ def _host_functions(kernel: BaseKernel) -> list[Any]:
 
 
 def _class_record(plan: Any) -> dict[str, Any]:
-    return dict(vars(plan.code_class(plan.problem)))
+    return asdict(plan.code_class(plan.problem))
 
 
 def _make(

@@ -83,7 +83,9 @@ def indexed_append(
     judge_places(positions, slots, table, n, p, q)
     parts = cache_parts(made, kv_cache, None, q)
     if kv_cache.shape[1] % PAGE:
-        raise UserError(f"kv_cache has pages of {kv_cache.shape[1]} tokens: beside an index cache they are of {PAGE}.")
+        raise UserError(
+            f"kv_cache has pages of {kv_cache.shape[1]} tokens: beside an index cache pass a multiple of {PAGE}."
+        )
     of_keys = views(index_cache_of("index_cache", index_cache, q))
     q, latent, table = (
         require_contiguous(name, x) for name, x in (("q", q), ("latent", latent), ("table", table))

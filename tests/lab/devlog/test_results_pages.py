@@ -97,9 +97,8 @@ def test_a_second_mean_leaves_out_calls_that_compute_next_to_nothing(pages_modul
     told = pages_module.live(pages_module.records_of(pages_module.MAIN, "unseen_indexer"))
     kept = pages_module.not_empty(told)
     assert 0 < len(kept) < len(told)
-    assert min(r["time_us"]["burst"]["median"] for r in kept if r["time_us"]) >= pages_module.EMPTY_US
     gone = {tables.problem_label(r) for r in told if r["time_us"]} - {tables.problem_label(r) for r in kept}
-    assert len(gone) == 6 and all(name.endswith("ragged") for name in gone)
+    assert len(gone) == 7 and all(name.endswith("ragged") for name in gone)
 
 
 def test_tilings_of_the_page_of_every_gpu_are_those_that_its_devices_choose(pages_module: Any) -> None:

@@ -741,7 +741,8 @@ def topk(
                 index = index_of(start + i, table, row, geometry)
             indices[row, i] = index
     else:
-        cute.arch.cluster_arrive()  # this CTA has begun
+        # This CTA has begun. Nothing is released: a fence would wait for the loads.
+        cute.arch.cluster_arrive_relaxed()
         source = Source(address + vector * 16, column, start, end)
         held = cute.make_rmem_tensor(geometry.held, Float32)
         hold(held, words, source, geometry)

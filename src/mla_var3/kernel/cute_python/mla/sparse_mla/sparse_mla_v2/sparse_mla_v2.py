@@ -55,7 +55,8 @@ a tile are -inf. Against version 1:
 - Where no lengths are given, the next split is computed from the one before, without a loop or a length.
 - q, indices and page tables are read with the strides that they have.
 - With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
-  (`Geometry.p_in_rows`), which makes room for a fourth tile.
+  (`Geometry.p_in_rows`), which makes room for a fourth tile. Results go through the rows of a split's last tile, which
+  producers get back behind them. And as registers are left, a consumer's thread keeps its addresses in them (`Kept`).
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 - Tokens of a page are a constant of the code where engines have such pages (`CONSTANT_PAGES`). One piece of code serves
   all others: an index is divided by a multiplier that the host function makes of the cache's shape.
@@ -1070,6 +1071,45 @@ class Registers(NamedTuple):
     row_sum: cute.Tensor  # (n / 4,) fp32: this thread's share of the sums of the own P
 
 
+class Kept(NamedTuple):
+    """Addresses in shared memory, in bytes, that a consumer's thread keeps in registers: of its part of stage 0."""
+
+    keys: Int32  # `load_keys`
+    values: Int32  # `load_values`, of the own panels
+    scales: Int32  # of its first token in the scores (`scales_of`)
+    valid: Int32  # the word of its warp's rows
+    stores: Int32  # where it stores factors (`read_factors`),
+    loads: Int32  # and where it loads them (`load_factors`)
+    maxima: Int32  # of its warp, its columns'
+    tokens: Int32  # `Consumer.tokens`
+    lane: Int32
+
+    @classmethod
+    def make(cls, me: Int32, storage: Any, thread: Int32, geometry: Geometry) -> Kept:
+        """thread: 0..255."""
+        lane, warp = thread % 32, thread // 32 % WARPS
+        tile, factors = storage.rows.data_ptr().toint(), storage.factors.data_ptr().toint()
+        values = (
+            tile + ((warp * 16 + lane % 16) * geometry.stride + lane // 16 * 16),
+            tile + (lane * geometry.stride + me * (HALF_PANELS * PANEL) + warp * 16),
+            tile + (wgmma.acc_row(thread % WARPGROUP, 0) * geometry.stride + geometry.cache.quantised),
+            storage.valid.data_ptr().toint() + 4 * warp,
+            factors + 2 * (lane // 8 * 16 + warp * 4 + lane // 4 % 2 + lane % 4 * TOKENS),
+            factors + 2 * (me * geometry.own_groups * TOKENS + lane % 4 * 16),
+            storage.maxima.data_ptr().toint() + 4 * ((me * WARPS + warp) * geometry.n + 2 * (lane % 4)),
+            storage.tokens.data_ptr().toint() + 4 * (me * WARPS + warp),
+            lane,
+        )
+        # Through a shuffle, of which each lane gets its own: else the compiler makes them of the thread's number again
+        # for each tile.
+        return cls(*(Int32(cute.arch.shuffle_sync(Int32(value), lane)) for value in values))
+
+
+def shared_word(kind: Any, address: Any, align: int) -> cute.Pointer:
+    """A pointer to an address in shared memory."""
+    return cute.make_ptr(kind, address, cute.AddressSpace.smem, assumed_align=align)
+
+
 @dataclass(frozen=True, eq=False)
 class Consumer:
     """Views and registers of one consumer warpgroup. `me`: EVEN or ODD, the same in all threads of a warp: both run
@@ -1107,10 +1147,11 @@ class Consumer:
     acc_o: Any  # a (64, n) fp32 accumulator of each own panel of V, which both consumers' code shares,
     row_sum: Any  # as this thread's share of the sums of the own P' · 2^-e
     tokens: Any  # (1,), shared memory: not 0 once rows of this warp's have named tokens
+    kept: Any  # `Kept`, with P in the rows, else None
 
     @classmethod
-    def make(cls, me, geometry, storage, thread, scale_log2, registers) -> Consumer:
-        """Views of a thread's part. registers: `Registers`."""
+    def make(cls, me, geometry, storage, thread, scale_log2, registers, kept) -> Consumer:
+        """Views of a thread's part. registers: `Registers`. kept: `Kept`, or None."""
         n, query, p = geometry.n, storage.query.data_ptr(), storage.p.data_ptr()
         mma_s, mma_plain, mma_o = (
             wgmma.make_mma(dtype, n, a_in_registers=True) for dtype in (Float16, BFloat16, Float16)
@@ -1171,6 +1212,7 @@ class Consumer:
             weights=cute.make_rmem_tensor(2, Float32),
             acc_o=registers.acc_o,
             row_sum=registers.row_sum,
+            kept=kept,
             tokens=cute.make_tensor(storage.tokens.data_ptr() + (me * WARPS + thread // 32), cute.make_layout(1)),
         )
 
@@ -1202,16 +1244,21 @@ class Consumer:
         """Notes whether one of the warp's rows of a tile names a token. In shared memory, since a register more in the
         loop over tiles is one too many with 64 heads."""
         tokens = self.tokens
+        if cutlass.const_expr(self.kept is not None):
+            tokens = cute.make_tensor(shared_word(Int32, self.kept.tokens, 4), cute.make_layout(1))
         if (names & 0x55555555) != 0:
             tokens[0] = Int32(1)
 
-    def scales_of(self, stage: Int32, row: Int32) -> tuple[Int32, list[Float32]]:
-        """(e, the factor of each group, times 2^-e) of a token."""
+    def scales_of(self, stage: Int32, row: Int32, half: int) -> tuple[Int32, list[Float32]]:
+        """(e, the factor of each group, times 2^-e) of a token; half: which of the thread's two it is."""
         geometry = self.geometry
         if geometry.float_scales:
             found = cute.make_rmem_tensor(geometry.cache.scales, Float32)
             place = self.tile_rows(stage) + cute.assume(row * geometry.stride + geometry.cache.quantised, divby=16)
             source = cute.recast_ptr(place.align(16), dtype=Float32)
+            if self.kept is not None:
+                source = self.kept.scales + (stage * TOKENS + 8 * half) * geometry.stride
+                source = shared_word(Float32, source, 16)
             cute.autovec_copy(cute.make_tensor(source, cute.make_layout(geometry.cache.scales)), found)
             top = cute.math.absf(found[0])
             for g in range(1, geometry.cache.scales):
@@ -1241,14 +1288,18 @@ class Consumer:
         factors go to shared memory too, for the products with V."""
         geometry = self.geometry
         lane, warp = self.thread % 32, self.thread // 32
-        names = self.valid[warp, stage]
+        if cutlass.const_expr(self.kept is None):
+            names = self.valid[warp, stage]
+        else:
+            lane, word = self.kept.lane, shared_word(Int32, self.kept.valid + 4 * PRODUCERS * stage, 4)
+            names = cute.make_tensor(word, cute.make_layout(1))[0]
         self.note_tokens(names)
         for r in cutlass.range_constexpr(2):
             row = wgmma.acc_row(self.thread, r)
             self.scaled[r], self.weights[r] = self.scale_log2, Float32(1.0)
             exponent = Int32(0)
             if cutlass.const_expr(geometry.groups > 0):
-                exponent, values = self.scales_of(stage, row)
+                exponent, values = self.scales_of(stage, row, r)
                 self.scaled[r] = self.scale_log2 * partials.power_of_two(exponent)
                 self.weights[r] = partials.power_of_two(-exponent)
                 word = (127 - exponent) << 7
@@ -1265,6 +1316,9 @@ class Consumer:
         base = self.factors + (stage * geometry.code_factors * TOKENS + lane // 8 * 16 + warp * 4 + lane // 4 % 2)
         for first in cutlass.range_constexpr(0, geometry.code_factors, 4):
             place = base + (first + lane % 4) * TOKENS
+            if cutlass.const_expr(self.kept is not None):
+                target = self.kept.stores + 2 * TOKENS * (geometry.code_factors * stage + first)
+                place = shared_word(Float16, target, 2)
             for r in cutlass.range_constexpr(2):
                 low = cutlass.select_(lane % 2 > 0, pairs[r, first + 1], pairs[r, first])
                 high = cutlass.select_(lane % 2 > 0, pairs[r, first + 3], pairs[r, first + 2])
@@ -1448,6 +1502,8 @@ class Consumer:
         geometry, lane = self.geometry, self.thread % 32
         row = self.thread // 32 * 16 + lane % 16
         address = self.tile_rows(stage).toint() + (row * geometry.stride + lane // 16 * 16)
+        if self.kept is not None:
+            address = self.kept.keys + stage * (TOKENS * geometry.stride)
         parts = [(panel, half) for panel in range(geometry.panels) for half in range(2)]
         found = [self.load_keys(address, *part) for part in parts[:AHEAD]]
         self.read_factors(stage, pairs, plain)
@@ -1492,7 +1548,10 @@ class Consumer:
     @cute.jit
     def read_max(self, row_max: cute.Tensor):
         """(n / 4,) registers: the running maximum of the thread's columns."""
-        softmax.collect(row_max, self.maxima, 1, self.thread % 32, True)
+        if cutlass.const_expr(self.kept is None):
+            softmax.collect(row_max, self.maxima, 1, self.thread % 32, True)
+        else:
+            softmax.collect(row_max, shared_word(Float32, self.kept.maxima, 8), 1, Int32(0), True)
 
     @cute.jit
     def write_max(self, row_max: cute.Tensor):
@@ -1516,14 +1575,27 @@ class Consumer:
     def exceeds(self, row_max: cute.Tensor) -> Boolean:
         """Whether the running maximum of any column has to move; the same in all warps, which meet here."""
         columns = wgmma.as_columns(self.acc_s)
-        most = cute.arch.fmax(columns[0, 0], columns[0, 1]) - row_max[0]
-        for c in cutlass.range_constexpr(1, self.geometry.n // 4):
-            most = cute.arch.fmax(most, cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c])
+        if cutlass.const_expr(self.geometry.p_in_rows):
+            most = self.most_above(row_max)
+        else:
+            most = cute.arch.fmax(columns[0, 0], columns[0, 1]) - row_max[0]
+            for c in cutlass.range_constexpr(1, self.geometry.n // 4):
+                most = cute.arch.fmax(most, cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c])
         return self.any_thread(most > softmax.SLACK)
 
+    def most_above(self, row_max: cute.Tensor) -> Any:
+        """How far a score is above its column's maximum at most: by a tree, whose registers 64 heads do not have."""
+        columns = wgmma.as_columns(self.acc_s)
+        above = [cute.arch.fmax(columns[c, 0], columns[c, 1]) - row_max[c] for c in range(self.geometry.n // 4)]
+        while len(above) > 1:
+            pairs = [above[i : i + 2] for i in range(0, len(above), 2)]
+            above = [cute.arch.fmax(*pair) if len(pair) > 1 else pair[0] for pair in pairs]
+        return above[0]
+
     @cute.jit
-    def move_max(self, row_max: cute.Tensor):
-        """Moves the maximum of the columns that need it, publishes it to the other consumer, and rescales."""
+    def move_max(self, row_max: cute.Tensor, is_first: Boolean):
+        """Moves the maximum of the columns that need it, publishes it to the other consumer, and rescales. is_first:
+        whether it is the split's first tile, in front of which outputs and sums are zeros."""
         columns = wgmma.as_columns(self.acc_s)
         n, count = self.geometry.n, self.geometry.n // 4
         lane, warp = self.thread % 32, self.thread // 32
@@ -1545,12 +1617,13 @@ class Consumer:
             softmax.publish(row_max, self.shared_max, lane)
             moves[0] = seen[0]
         self.write_max(row_max)
-        self.rescale(best)
+        self.rescale(best, is_first)
 
     @cute.jit
-    def follow_max(self):
-        """Takes over the maximum that the other consumer has published, if it has moved."""
-        moves, seen = self.moves[0], self.seen
+    def follow_max(self, moves: Int32, is_first: Boolean):
+        """Takes over the maximum that the other consumer has published, if it has moved. moves: how often it has.
+        is_first: as of `move_max`."""
+        seen = self.seen
         if moves != seen[0]:
             seen[0] = moves
             count = cutlass.const_expr(self.geometry.n // 4)
@@ -1562,14 +1635,21 @@ class Consumer:
             for c in cutlass.range_constexpr(count):
                 mine[c] = softmax.exp2(mine[c] - theirs[c])
             self.write_max(theirs)
-            self.rescale(mine)
+            self.rescale(mine, is_first)
 
     @cute.jit
-    def rescale(self, factor: cute.Tensor):
-        """Multiplies outputs and sums with the columns' factors."""
-        for c in cutlass.range_constexpr(self.geometry.n // 4):
+    def rescale(self, factor: cute.Tensor, is_first: Boolean):
+        """Multiplies outputs and sums with the columns' factors; with P in the rows not where they are zeros."""
+        if cutlass.const_expr(self.geometry.p_in_rows):
+            if not is_first:
+                self.scale_results(factor)
+        else:
+            self.scale_results(factor)
+
+    def scale_results(self, factor: cute.Tensor) -> None:
+        for c in range(self.geometry.n // 4):
             self.row_sum[c] = self.row_sum[c] * factor[c]
-        for i in cutlass.range_constexpr(HALF_PANELS):
+        for i in range(HALF_PANELS):
             wgmma.scale_columns(self.acc_o[i], factor)
 
     # -------------------------------------------------------------------------------------------- values
@@ -1583,6 +1663,9 @@ class Consumer:
         geometry, lane, warp = self.geometry, self.thread % 32, self.thread // 32
         tile = self.tile_rows(stage).toint() + 32 * half * geometry.stride
         address = tile + (lane * geometry.stride + (self.me * HALF_PANELS + panel) * PANEL + warp * 16)
+        if self.kept is not None:
+            far = 32 * half * geometry.stride + panel * PANEL
+            address = self.kept.values + stage * (TOKENS * geometry.stride) + far
         if not geometry.is_mixed(panel):
             return load_matrices(address, transposed=True)
         # Four matrices of eight tokens and columns, for each of two k blocks; of codes only the first four are there.
@@ -1602,6 +1685,9 @@ class Consumer:
             group = group + self.thread // 32 * (geometry.groups // geometry.panels) // WARPS
         token = (stage * geometry.code_factors + group) * TOKENS + self.thread % 4 * 16 + 8 * half
         source = cute.recast_ptr((self.factors + cute.assume(token, divby=8)).align(16), dtype=Int32)
+        if self.kept is not None:
+            place = TOKENS * (geometry.code_factors * stage + geometry.own_group(panel)) + 8 * half
+            source = shared_word(Int32, self.kept.loads + 2 * place, 16)
         cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), factors)
         return factors
 
@@ -1646,33 +1732,46 @@ class Consumer:
                 return factors
         return self.load_factors(stage, panel, half)
 
-    def multiply(self, maker: int, stage: Int32, found: list[Any], factors: list[Any]) -> None:
+    @cute.jit
+    def free(self, stage: Int32, is_last: Boolean):
+        """Gives a tile back to the producers; a split's last one, where results go through its rows, behind these."""
+        if cutlass.const_expr(self.geometry.p_in_rows):
+            if not is_last:
+                warp_arrive(self.empty + stage)
+        else:
+            warp_arrive(self.empty + stage)
+
+    def multiply(
+        self, maker: int, stage: Int32, found: list[Any], factors: list[Any], is_last: Boolean, begun: Any = None
+    ) -> None:
         """Oᵀ += Vᵀ·P of this consumer's panels, with the P of OWN or OTHER; frees the tile. found, factors: of
-        `begin_values` and `begin_factors`."""
+        `begin_values` and `begin_factors`. is_last: whether it is the split's last tile. begun: the first half panel's
+        operand, where there is one already."""
         parts, geometry, p = self.value_parts(), self.geometry, self.p_operands(maker, stage)
         for i, (panel, half) in enumerate(parts):
             if i + AHEAD < len(parts):
                 found.append(self.load_values(stage, *parts[i + AHEAD]))
                 factors.append(self.next_factors(stage, factors))
-            values = self.value_words(found[i], panel, factors[i])
+            values = begun if i == 0 and begun is not None else self.value_words(found[i], panel, factors[i])
             copy = geometry.own_group(panel) if geometry.scales_sums else 0
             issue(self.mma_o, self.acc_o[panel], values, p[copy], 2 * half)
             if i > 0:
                 warpgroup.wait_group(1)
         if geometry.p_in_rows:
             warpgroup.wait_group(0)  # P lies in the tile
-        warp_arrive(self.empty + stage)
+        self.free(stage, is_last)
         warpgroup.wait_group(0)
 
     # -------------------------------------------------------------------------------------------- tiles
     @cute.jit
-    def own_tile(self, stage: Int32):
-        """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product."""
+    def own_tile(self, stage: Int32, is_first: Boolean, is_last: Boolean):
+        """A tile whose x are in acc_s: softmax, P to both consumers, and this one's product. is_first, is_last: whether
+        it is the split's first tile, and its last one."""
         geometry = self.geometry
         row_max = cute.make_rmem_tensor(geometry.n // 4, Float32)
         self.read_max(row_max)
         if self.exceeds(row_max):
-            self.move_max(row_max)
+            self.move_max(row_max, is_first)
         columns = wgmma.as_columns(self.acc_s)
         for c in cutlass.range_constexpr(geometry.n // 4):
             for r in cutlass.range_constexpr(2):
@@ -1685,7 +1784,7 @@ class Consumer:
         # warps comes before the arrival, and reports it where none does (docs/debugging.md).
         self.sync()
         cute.arch.barrier_arrive(barrier_id=Barrier.P_EVEN + self.me, number_of_threads=CONSUMER_THREADS)
-        self.multiply(OWN, stage, found, factors)
+        self.multiply(OWN, stage, found, factors, is_last)
 
     def store_p(self, stage: Int32) -> None:
         """The own P, in acc_s, to shared memory: as it is, or for each group of values times its factor."""
@@ -1702,16 +1801,20 @@ class Consumer:
             cute.copy(self.p_copy, self.p_copy.retile(wgmma.to_dtype(part, Float16)), target)
 
     @cute.jit
-    def other_tile(self, stage: Int32, phase: Int32):
+    def other_tile(self, stage: Int32, phase: Int32, is_first: Boolean, is_last: Boolean):
         """This consumer's product with the V of a tile whose P the other one makes."""
         cute.arch.mbarrier_wait(self.full + stage, phase)
         # Who makes P has expanded e2m1 codes before.
         early = [] if self.geometry.fp4 else self.begin_values(stage)
         cute.arch.barrier(barrier_id=Barrier.P_ODD - self.me, number_of_threads=CONSUMER_THREADS)
         found = self.begin_values(stage) if self.geometry.fp4 else early
-        factors = self.begin_factors(stage)
-        self.follow_max()
-        self.multiply(OTHER, stage, found, factors)
+        factors, begun = self.begin_factors(stage), None
+        moves = self.moves[0]
+        if cutlass.const_expr(self.geometry.p_in_rows):
+            # Ahead of the branch on what has just been read.
+            begun = self.value_words(found[0], self.value_parts()[0][0], factors[0])
+        self.follow_max(moves, is_first)
+        self.multiply(OTHER, stage, found, factors, is_last, begun)
 
     @cute.jit
     def run(self, first: Int32, end: Int32, stage: Int32, phase: Int32):
@@ -1736,9 +1839,9 @@ class Consumer:
             if (tile + CONSUMERS >= end) & ((tile < end) | (tile == first + 1)):
                 warp_arrive(self.query_empty)
             if tile > first:
-                self.other_tile(stage, phase)
+                self.other_tile(stage, phase, tile == first + 1, tile == end)
             if tile < end:
-                self.own_tile(own)
+                self.own_tile(own, tile == first, tile == end - 1)
             stage, phase = stage_at(own, own_phase, 1, stages)
             own, own_phase = stage_at(stage, phase, 1, stages)
         # racecheck follows barriers of all only where each consumer has waited as often (docs/debugging.md). EVEN has,
@@ -2030,12 +2133,12 @@ def epilogue(
 
 
 @cute.jit
-def epilogue_of_rows(
-    acc_o: cutlass.Constexpr, weights: cute.Pointer, results: Results, token: Int32, place: Place, tile: Int32,
-    first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
+def epilogue_in_rows(
+    acc_o: cutlass.Constexpr, weights: cute.Pointer, storage: cutlass.Constexpr, stage: Int32, results: Results,
+    token: Int32, place: Place, tile: Int32, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """`epilogue` where P has no place of its own, through which rows could go: words go to global memory as they are,
-    eight lanes' beside each other."""
+    """`epilogue` where P has no place of its own: through the rows of the split's last tile, in shared memory. Nobody
+    reads that stage any more, and producers do not have it yet. One instruction rounds two numbers and packs them."""
     out, _, outputs, _ = results
     count, layout = geometry.n // 4, geometry.partials
     me, lane = thread // WARPGROUP, thread % 32
@@ -2046,21 +2149,54 @@ def epilogue_of_rows(
     if place.whole:
         base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
     heads = cutlass.min(geometry.h - first_row, geometry.n)
+    chunk, of_chunk = thread % 8, thread % WARPGROUP // 8
+    base = base + Int64(of_chunk * (2 * VALUES) + (me * HALF_PANELS * PANEL + 8 * chunk) * 2)
+    exchange = storage.rows.data_ptr() + cute.assume(
+        stage * (TOKENS * geometry.stride) + me * (TOKENS * geometry.stride // 2), divby=64
+    )
+    exchange = cute.recast_ptr(exchange.align(64), dtype=Int32)
     for i in cutlass.range_constexpr(HALF_PANELS):
-        wgmma.scale_columns(acc_o[i], factor)
-        words = cute.make_rmem_tensor(2 * geometry.pairs, Int32)
-        if place.whole:
-            store_words(words, wgmma.to_dtype(acc_o[i], out.element_type))
-        else:
-            store_words(words, wgmma.to_dtype(acc_o[i], Float16))
+        columns, words = wgmma.as_columns(acc_o[i]), cute.make_rmem_tensor(count, Int32)
         for c in cutlass.range_constexpr(count):
-            head, word = word_place(thread, c, i, place.whole)
-            both = permute(words[c - c % 2], words[c - c % 2 + 1], 0x7632 if c % 2 else 0x5410)
-            if head < heads:
-                target = cute.make_ptr(
-                    Int32, base + Int64(head * (2 * VALUES) + 4 * word), cute.AddressSpace.gmem, assumed_align=4
-                )
-                cute.make_tensor(target, cute.make_layout(1))[0] = both
+            for r in cutlass.range_constexpr(2):
+                columns[c, r] = columns[c, r] * factor[c]
+        if place.whole:
+            for c in cutlass.range_constexpr(count):
+                words[c] = rounded_pair(columns[c, 0], columns[c, 1], out.element_type)
+        else:
+            for c in cutlass.range_constexpr(count):
+                words[c] = rounded_pair(columns[c, 0], columns[c, 1], Float16)
+        # Two places in turn: who meets behind the second one has read the first one.
+        panel = exchange + i % 2 * (geometry.n * PANEL_WORDS)
+        _, word = word_place(thread, 0, i, place.whole)
+        for r in cutlass.range_constexpr(2):
+            place_of_row = panel + exchange_word(wgmma.acc_column(lane, r), word % PANEL_WORDS)
+            for c in cutlass.range_constexpr(r, count, 2):
+                place_of_row[c // 2 * 8 * PANEL_WORDS] = words[c]
+        cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
+        steps = geometry.n * 8 // WARPGROUP
+        vectors = cute.make_rmem_tensor((4, steps), Int32)
+        for k in cutlass.range_constexpr(steps):
+            row = of_chunk + k * (WARPGROUP // 8)
+            source = (panel + cute.assume(exchange_word(row, 4 * chunk), divby=4)).align(16)
+            cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), vectors[None, k])
+        for k in cutlass.range_constexpr(steps):
+            row = k * (WARPGROUP // 8)
+            target = base + (row * (2 * VALUES) + 2 * PANEL * i)
+            target = cute.make_ptr(Int32, target, cute.AddressSpace.gmem, assumed_align=16)
+            at = cute.make_tensor(target, cute.make_layout(4))
+            if cutlass.const_expr(geometry.h % geometry.n == 0):
+                cute.autovec_copy(vectors[None, k], at)
+            elif of_chunk + row < heads:
+                cute.autovec_copy(vectors[None, k], at)
+
+
+def rounded_pair(low: Float32, high: Float32, dtype: Any) -> Int32:
+    """Two numbers, rounded to a 16-bit type, as a word."""
+    name = "bf16x2" if dtype is BFloat16 else "f16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[high, low]
+    )
 
 
 def exchange_word(row: Int32, word: Any) -> Any:
@@ -2127,6 +2263,9 @@ def consume(
         if thread < geometry.n:
             head = cutlass.min(first_row + thread, geometry.h - 1)
             storage.sinks.data_ptr()[thread] = sink[head] * math.log2(math.e)
+    kept = None
+    if cutlass.const_expr(geometry.p_in_rows):
+        kept = Kept.make(me, storage, thread, geometry)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
     if cutlass.const_expr(geometry.shortens):
         tile_of_full, _, _ = walk.tiles_of(split)
@@ -2157,7 +2296,8 @@ def consume(
             of_query = widen_query(storage, thread, geometry)
             cute.arch.fence_view_async_shared()
             named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            w = Consumer.make(me, geometry, storage, thread % WARPGROUP, factors.scores * of_query, registers)
+            scale = factors.scores * of_query
+            w = Consumer.make(me, geometry, storage, thread % WARPGROUP, scale, registers, kept)
             begin, stop = first, end
             if cutlass.const_expr(geometry.shortens):
                 if is_short(storage):
@@ -2175,6 +2315,7 @@ def consume(
             if cutlass.const_expr(not geometry.paged):
                 found.forget(acc_o, storage)
             weights = storage.magnitudes.data_ptr() + cute.assume(me * (WARPS * geometry.n), divby=geometry.n)
+            alone = place.whole  # nobody merges it
             place = merge_all(walk, place, split, tiles, add, thread)
             if place.whole:
                 weigh_whole(
@@ -2186,11 +2327,25 @@ def consume(
                 scale = cutlass.select_(walk.pool.combined > 0, factors.values, Float32(1.0))
                 weigh_partial(acc_o, found, weights, results, scale, place.slot, tile, thread, geometry)
             if cutlass.const_expr(geometry.p_in_rows):
-                epilogue_of_rows(acc_o, weights, results, block.first, place, tile, first_row, thread, geometry)
+                held, _ = stage_at(stage, phase, geometry.stages - 1, geometry.stages)  # the split's last tile
+                epilogue_in_rows(
+                    acc_o, weights, storage, held, results, block.first, place, tile, first_row, thread, geometry
+                )  # fmt: skip
+                # Copies of rows write there next, through another proxy.
+                cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                warp_arrive(storage.empty.data_ptr() + held)
             else:
                 epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
-            named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
-            walk.publish_all(split, tiles, thread)
+            if cutlass.const_expr(geometry.p_in_rows):
+                # Of a whole request nothing is published, and what the consumers share next stands behind the barriers
+                # in which the next query is made fp16.
+                if not alone:
+                    named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+                    walk.publish_all(split, tiles, thread)
+            else:
+                named_sync(Barrier.CONSUMERS, CONSUMER_THREADS)
+                walk.publish_all(split, tiles, thread)
         else:
             rows.store_no_keys(results, block, of_tile, thread, CONSUMER_THREADS)
         split = following

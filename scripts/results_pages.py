@@ -845,7 +845,9 @@ PORTABLE_WHAT = {
         "and of 256 both where `d256_p0` ends a name. s are the query tokens of a request and t its keys, the prefix "
         "of a chunk among them; in `causal` problems a query sees no later key, and with `normal` and `lognormal` "
         "requests have unequal lengths, of which s and t are the means. Version 1 needs the shared memory and the "
-        "registers of Hopper; version 0 is picked on the other GPUs, with other tilings."
+        "registers of Hopper; version 0 is picked on the other GPUs, with other tilings. Version 1 was timed here with "
+        "sections of 24 MiB of keys and values; with 40 MiB, its default since, a script has it at 0.92 to 1.00 of "
+        "that time ([devlog](../../devlogs/flash_attention_mma/cute-dsl-v1.md#experiment-wider-sections))."
     ),
 }
 

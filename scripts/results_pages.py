@@ -160,15 +160,16 @@ MORE = {
         "`half_short`: so for one half of the requests, and evenly from there to 32,768 for the other. In layout v4 a "
         "row has 128 indices into a window, and 512 or 1024 into a second cache that has a quarter of the tokens. In "
         "13 cells queries and indices are views with gaps between their rows (strided), which a name says only where a "
-        "cell without gaps has it too. No library here reads the caches of the cell in layout v41, so that the "
-        "geometric mean leaves it out."
+        "cell without gaps has it too. No library here reads the caches of the two cells in layout v41, so that the "
+        "geometric mean leaves them out."
     ),
     "unseen_sparse": (
         " The last words of a cell's name mean what they mean on the page [sparse_served](sparse_served.md): "
         "`top128+512` are 128 indices into a window and 512 into a second cache, and the last word says how contexts "
         "are drawn. In some problems a share of the indices names no token, which a name does not say: in "
         "`v32_b49_s3_h96_top2048_uniform` half of the query tokens have none at all, and FlashAttention-3 is given "
-        "their lengths, which are 0."
+        "their lengths, which are 0. The cells of layout v32 with 48 and 96 heads were measured before query tiles of "
+        "48 heads over this layout took their last change (commit 21f03cd)."
     ),
     "prefill": (
         " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "

@@ -18,8 +18,8 @@ classes with many cases first. Results go to the file of --done, a line a case; 
 the next run goes on where this one ended. --part N/M leaves all classes but every M-th to other runs. --bundled runs
 what open bundles (MLA_VAR3_BUNDLES) have code for: nothing is compiled then, the cases of a class run in several
 processes at once, and those that take most memory come first. --passes N runs every N-th case, then those behind them,
-and so on, and in a pass cases that take least memory first, but those of many gigabytes behind all passes: a run that
-is cut has then seen an even share of the grid, but for these.
+and so on; with --bundled, in a pass cases that take least memory first, and those that need more than 16 GB behind all
+passes: a run that is cut has then seen an even share of the rest of the grid.
 N should have no factor in common with the sizes of the grid, as 7 has none. Prints how many cases were right, wrong or
 refused, and what the wrong ones were. Exit code: 0 where none was wrong.
 """

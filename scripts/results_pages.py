@@ -846,9 +846,10 @@ PORTABLE_WHAT = {
         "and of 256 both where `d256_p0` ends a name. s are the query tokens of a request and t its keys, the prefix "
         "of a chunk among them; in `causal` problems a query sees no later key, and with `normal` and `lognormal` "
         "requests have unequal lengths, of which s and t are the means. Version 1 needs the shared memory and the "
-        "registers of Hopper; version 0 is picked on the other GPUs, with other tilings. Version 1 was timed here with "
-        "sections of 24 MiB of keys and values; with 40 MiB, its default since, a script has it at 0.92 to 1.00 of "
-        "that time ([devlog](../../devlogs/flash_attention_mma/cute-dsl-v1.md#experiment-wider-sections))."
+        "registers of Hopper; version 0 is picked on the other GPUs, with other tilings. The MiB behind a "
+        "version are those of a section of its keys and values. With 40 MiB, the default of version 1 since, a script "
+        "has it at 0.92 to 1.00 of the time with 24 "
+        "([devlog](../../devlogs/flash_attention_mma/cute-dsl-v1.md#experiment-wider-sections))."
     ),
 }
 
@@ -910,7 +911,10 @@ def portable_section(name: str) -> str:
             problem, memory = workload.problem_from_record(record.problem), memories[record.id]
             us = [four_digits(record.median(state) or 0.0) for state in STATES]
             shares = [f"{100 * share:.1f}" if (share := record.of_limit(state)) else "-" for state in STATES]
-            row = ["" if place else said, *([memory] if decode else []), record.kernel.label, *us, *shares]
+            mib = (record.tiling or {}).get("section_mib")
+            section = f", {mib} MiB" if mib else ""
+            label = f"{record.kernel.label}{section}"
+            row = ["" if place else said, *([memory] if decode else []), label, *us, *shares]
             for word, them in others.items():
                 for state in STATES:
                     other = next((r for r in them if r.id != record.id), None)
@@ -921,7 +925,8 @@ def portable_section(name: str) -> str:
                         ratios.setdefault((memory, group), {}).setdefault((word, state), []).append(ratio)
             rows.append(row)
     known, shown = len(expand_cells(compose([f"experiment={name}"]))), sum(bool(row[0]) for row in rows)
-    text = f"{PORTABLE_WHAT[name]} The table has {shown} of the experiment's {known} cells.\n\n"
+    part = f"all {known} cells of the experiment" if shown == known else f"{shown} of the experiment's {known} cells"
+    text = f"{PORTABLE_WHAT[name]} The table has {part}.\n\n"
     if decode:
         columns = [(word, state) for word in beside for state in STATES]
         head = ["shared memory", "query rows", "cells", *(f"{word} over it, {state} (x)" for word, state in columns)]

@@ -1324,8 +1324,8 @@ def flash_attention_v23(
         cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
         me = cute.arch.make_warp_uniform(warp // (WARPGROUP // WARP))
         consume(storage, out, lse, scale_log2, rank, me, thread, dtype, geometry)
-    # No CTA leaves while the other may still signal its mbarriers.
-    cute.arch.cluster_arrive_relaxed()
+    # No CTA leaves while the other may still signal its mbarriers. The arrival releases: signals come ahead of it.
+    cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
 
 

@@ -2132,10 +2132,18 @@ def epilogue(
             cute.autovec_copy(vector, cute.make_tensor(target, cute.make_layout(4)))
 
 
+class Of(NamedTuple):
+    """What results are of: a query token of the call, a query tile, and that one's first head."""
+
+    token: Int32
+    tile: Int32
+    first_row: Int32
+
+
 @cute.jit
 def epilogue_in_rows(
     acc_o: cutlass.Constexpr, weights: cute.Pointer, storage: cutlass.Constexpr, stage: Int32, results: Results,
-    token: Int32, place: Place, tile: Int32, first_row: Int32, thread: Int32, geometry: cutlass.Constexpr,
+    of: Of, place: Place, thread: Int32, geometry: cutlass.Constexpr,
 ):  # fmt: skip
     """`epilogue` where P has no place of its own: through the rows of the split's last tile, in shared memory. Nobody
     reads that stage any more, and producers do not have it yet. One instruction rounds two numbers and packs them."""
@@ -2145,10 +2153,10 @@ def epilogue_in_rows(
     factor = cute.make_rmem_tensor(count, Float32)
     cute.arch.barrier(barrier_id=Barrier.EVEN + me, number_of_threads=WARPGROUP)
     softmax.collect(factor, weights, 1, lane, False)
-    base = outputs.iterator.toint() + 2 * layout.row(place.slot, tile, Int32(0)) * layout.columns
+    base = outputs.iterator.toint() + 2 * layout.row(place.slot, of.tile, Int32(0)) * layout.columns
     if place.whole:
-        base = out.iterator.toint() + 2 * rows.row_offset(out, token, Int32(0), first_row, geometry.h)
-    heads = cutlass.min(geometry.h - first_row, geometry.n)
+        base = out.iterator.toint() + 2 * rows.row_offset(out, of.token, Int32(0), of.first_row, geometry.h)
+    heads = cutlass.min(geometry.h - of.first_row, geometry.n)
     chunk, of_chunk = thread % 8, thread % WARPGROUP // 8
     base = base + Int64(of_chunk * (2 * VALUES) + (me * HALF_PANELS * PANEL + 8 * chunk) * 2)
     exchange = storage.rows.data_ptr() + cute.assume(
@@ -2328,9 +2336,8 @@ def consume(
                 weigh_partial(acc_o, found, weights, results, scale, place.slot, tile, thread, geometry)
             if cutlass.const_expr(geometry.p_in_rows):
                 held, _ = stage_at(stage, phase, geometry.stages - 1, geometry.stages)  # the split's last tile
-                epilogue_in_rows(
-                    acc_o, weights, storage, held, results, block.first, place, tile, first_row, thread, geometry
-                )  # fmt: skip
+                of = Of(block.first, tile, first_row)
+                epilogue_in_rows(acc_o, weights, storage, held, results, of, place, thread, geometry)
                 # Copies of rows write there next, through another proxy.
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()

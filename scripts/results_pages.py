@@ -254,21 +254,25 @@ FURTHER = {
         ),
     },
 }
-#: Of pages whose dtypes, widths or caches are others than `DENSE`.
+PACKED = "queries are in bf16, and caches are packed in FP8"
+CODES = "queries and keys are in e4m3 with 128 columns"
+HEADS = "everything is in bf16, and keys have 192 columns and values 128 where a name says nothing else"
+TOKENS = "a cached token has 512 latent and 64 rope columns, and a page holds 64 tokens"
+#: What is said of the tensors of pages whose dtypes, widths or caches are others than `DENSE`.
 CACHES = {
-    "sparse_decode": "bf16 queries, packed FP8 caches",
-    "sparse_served": "bf16 queries, packed FP8 caches",
-    "unseen_sparse": "bf16 queries, packed FP8 caches",
-    "indexer_logits": "e4m3 queries and keys, 128 columns, fp32 logits unless a name ends in bf16",
-    "indexer_paged": "e4m3 queries and keys, 128 columns, fp32 logits, pages of 64 tokens",
-    "unseen_indexer": "e4m3 queries and keys, 128 columns, fp32 logits",
-    "prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
-    "unseen_prefill": "bf16, keys of 192 columns and values of 128 where a name says nothing else",
-    "chunked_prefill": "bf16, latent 512 + rope 64 in pages of 64 tokens, heads of 192/128",
-    "absorb_gemm": "bf16, heads of 128 columns, latent 512",
-    "mla_layer": "bf16, hidden size 7168, latent 512 + rope 64, 64-token pages",
+    "sparse_decode": PACKED,
+    "sparse_served": PACKED,
+    "unseen_sparse": PACKED,
+    "indexer_logits": f"{CODES}, and logits are in fp32 unless a name ends in bf16",
+    "indexer_paged": f"{CODES}, logits are in fp32, and a page holds 64 tokens",
+    "unseen_indexer": f"{CODES}, and logits are in fp32",
+    "prefill": HEADS,
+    "unseen_prefill": HEADS,
+    "chunked_prefill": f"everything is in bf16, decompressed keys have 192 columns and values 128, {TOKENS}",
+    "absorb_gemm": "everything is in bf16, heads have 128 columns, and the latent has 512",
+    "mla_layer": f"everything is in bf16, a hidden state has 7168 columns, {TOKENS}",
 }
-DENSE = "bf16, latent 512 + rope 64, 64-token pages"
+DENSE = f"queries and caches are in bf16, {TOKENS}"
 #: Pages of the first device alone.
 ON_H200 = (
     "sparse_served",
@@ -353,10 +357,11 @@ BOARD = (
 HEAD = "<!-- Written by scripts/results_pages.py: change that, not this. -->\n"
 #: What every page says of a time and a limit.
 TIMED = (
-    "The L2 cache is cold before every call. Burst is the time on a cool chip, sustained the time at the chip's power "
-    "limit. The limit of a cell is the larger of FLOPs / cuBLAS rate and bytes / read rate, where both rates were "
-    "measured in the same run. These rates are what a product of cuBLAS and a kernel that only reads reached, and no "
-    "bounds of the hardware, so that a kernel can pass 100 %."
+    "The L2 cache is cold before every call. Burst is the time on a cool chip, and sustained is the time at the chip's "
+    "power limit. The limit of a cell is the least time that two rates of the device leave for it: the larger of its "
+    "FLOPs over the rate of a cuBLAS product and its bytes over the rate of a kernel that only reads. Both rates were "
+    "measured in the same run. They are what these two kernels reached and no bounds of the hardware, so that a kernel "
+    "can pass 100 %."
 )
 METHOD = (
     f"{TIMED} Unless something else is said, all contenders of a cell took turns in one process. A speedup above 1 "
@@ -668,7 +673,10 @@ def page(name: str) -> str:
     heading = f"{against_each(name)}## The fastest kernel here against the library\n\n"
     table = against(records).format(heading=heading)
     named = NAMES.get(name, CELLS)
-    measured = f"Measured on an {Device.get(MAIN).name}; {CACHES.get(name, DENSE)}. {method(records, table, named)}"
+    measured = (
+        f"The times were measured on an {Device.get(MAIN).name}, where {CACHES.get(name, DENSE)}. "
+        f"{method(records, table, named)}"
+    )
     about = f"{WHAT[name]}{MORE.get(name, '')}{lacking(MAIN, name)}"
     return (
         f"{HEAD}\n# {name}\n\n{about}\n\n{measured}\n\n{where(MAIN, name)}\n\n{table}"
@@ -688,7 +696,7 @@ def device_page(device: str) -> str:
             f"{WHAT[name]}{FURTHER.get(device, {}).get(name, '')}{lacking(device, name)}{named} {where(device, name)}"
         )
         text += f"\n## {name}\n\n{about}\n\n{table}\n{sources(device, name)}"
-    measured = f"Unless an experiment says otherwise: {DENSE}. {method(records, text)}"
+    measured = f"Unless an experiment says otherwise, {DENSE}. {method(records, text)}"
     return f"{HEAD}\n# {Device.get(device).name}\n\n{measured}\n{text}"
 
 
@@ -951,7 +959,10 @@ def portable_section(name: str) -> str:
 
 def portable() -> str:
     """The text of the page about kernels for every GPU since Ampere."""
-    method = f"Measured on an {Device.get(MAIN).name}; {DENSE}, where a section says nothing else. {CELLS} {TIMED}"
+    method = (
+        f"The times were measured on an {Device.get(MAIN).name}. Where a section says nothing else, {DENSE}. "
+        f"{CELLS} {TIMED}"
+    )
     return (
         f"{HEAD}\n# Kernels for GPUs since Ampere\n\n{PORTABLE_WHAT['']}\n\n{method}\n\n## Decode\n\n"
         f"{portable_section('portable')}\n## Sparse decode and packed caches\n\n{portable_section('portable_sparse')}"
@@ -971,17 +982,18 @@ def index() -> str:
         for name in OVER_GPUS
     )
     method = (
-        f"The pages of experiments were measured on an {Device.get(MAIN).name}. Unless a page names other caches: "
-        f"{DENSE}. {CELLS} {METHOD}"
+        f"The times on the pages of experiments were measured on an {Device.get(MAIN).name}. Unless a page says "
+        f"otherwise, {DENSE}. {CELLS} {METHOD}"
     )
     return (
         f"{HEAD}\n# Results\n\nEach page is made from record files in `results/`, which it names, and a test makes it "
         f"again and compares.\n\n{method}\n\n{rows}{others}{several}"
-        "- [Kernels for GPUs since Ampere](portable.md): decode, sparse decode and prompts by products of single "
-        "warps, with the tilings of A100 and RTX cards as well.\n"
-        "- [Board of dates](board.md): A row a date, a column a workload, against the fastest library.\n"
-        "- [vLLM](serve_vllm.md): vLLM 0.25.1 with its own backends and with `MLA_VAR3`: logits, tokens a second, and "
-        "time of kernels (`examples/serve_vllm.py`).\n"
+        "- [Kernels for GPUs since Ampere](portable.md): Decode, sparse decode and prompts are computed by the "
+        "products of single warps, with the tilings of A100 and RTX cards as well.\n"
+        "- [Board of dates](board.md): How far the kernels were ahead of the fastest library on each date. A row is a "
+        "date, and a column is a workload.\n"
+        "- [vLLM](serve_vllm.md): vLLM 0.25.1 ran with its own backends and with `MLA_VAR3`. The page has its logits, "
+        "tokens a second, and the time of its kernels (`examples/serve_vllm.py`).\n"
     )
 
 

@@ -276,6 +276,28 @@ def test_the_last_section_fills_all_ctas(kernel: registry.KernelId) -> None:
     assert made.section_widths(8192, 64, 12, 9 * 8192, 132, grouped) == (3, 3)
 
 
+def test_query_tiles_of_a_head_lie_side_by_side_behind_a_long_prefix() -> None:
+    """128 heads of 384 query tokens behind 12,723 others, dealt to 66 clusters. In version 23 all query tiles of a head
+    are among 66 that follow one another. Without the prefix the longest query tiles of all heads come first."""
+    module = module_of(next(k for k in KERNELS if k.version == 23))
+    made, geometry = on_cpu(module), geometry_of(module, 128, 128)
+    assert made.section_widths(13_107, 2, 128, 3 * 13_107, 66, geometry) == (3, 33)
+    assert made.section_widths(2047, 2, 128, 3 * 2047, 66, geometry) == (3, 99)
+    assert made.section_widths(13_107, 2, 128, 50 * 13_107, 66, geometry) == (50, 50)
+
+    def dealt(t: int) -> list[Any]:
+        told = line_of(module, [(384, t)], geometry, blocks=66, room=50_000)
+        return [told[i % 66][i // 66] for i in range(sum(len(x) for x in told))]
+
+    places: dict[int, list[int]] = {}
+    for i, tile in enumerate(dealt(13_107)):
+        places.setdefault(tile.head // 2, []).append(i)
+    assert len(places) == 64
+    assert all(len(x) == 3 and max(x) - min(x) < 66 for x in places.values())
+    lengths = [module.kv_tiles(tile, 128, True) for tile in dealt(384)]
+    assert lengths == sorted(lengths, reverse=True)
+
+
 def test_query_tiles_of_heads_that_share_keys() -> None:
     """With eight heads a kv head, 20 query tokens are 160 rows, a query tile of 128 and one of 32, of which the second
     consumer has none; unpacked they are eight query tiles of 20 rows."""

@@ -100,9 +100,11 @@ head. Up to 128 requests are sorted, the one with the most keys first; more of t
 beside each other with equal lengths are dealt as if they were one request with the heads of all. The heads of a request
 come in sections whose keys and values fit in L2 together. In a section the query tiles with the most keys come first,
 and with a causal mask the last section has about three query tiles for each cluster, so that the small ones fill the
-tail. A cluster's first query tile is its own number; the others it takes from a counter in global memory. It asks the
-counter just before its last K of a query tile is loaded. If it asked earlier, it would hold a query tile that another
-cluster could begin sooner. The lengths are read on the device only, and the last cluster sets the counter back.
+tail. Behind a long prefix none is small, and the section has as many heads as half of the clusters at most: so the
+query tiles of a head are computed at the same time, and its keys are read from DRAM once. A cluster's first query tile
+is its own number; the others it takes from a counter in global memory. It asks the counter just before its last K of a
+query tile is loaded. If it asked earlier, it would hold a query tile that another cluster could begin sooner. The
+lengths are read on the device only, and the last cluster sets the counter back.
 
 Shared memory, with keys of 192 columns: Q 48 KiB, two stages of K (48 KiB each) and of V (32 KiB each). Registers of a
 consumer's thread: S 64, O 64, P 32, of 232.
@@ -158,6 +160,7 @@ MOST_SPLITS = 8
 MOST_ROWS = 1 << 15  # of all partials: of two query tiles for each cluster of an H200, or nearly
 TILE_COST, MERGE_COST = 1, 2  # in KV tiles of time: of a query tile besides its own, and of merging partials
 MERGING = 8  # warps of a CTA that merges, a row each
+FAR = 4  # a prefix is long from so many times the query tokens on
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
 MISC_BYTES = 2048  # of shared memory, in front of Q
 NO_WORD = -(1 << 31)  # which words of a slot never are, or-ed together
@@ -330,12 +333,16 @@ def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geome
     """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A
     section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each cluster
     a query tile. With a causal mask the last one gives each cluster about three query tiles at least: of fewer, the
-    longest would outlast the others together. room: keys of a kv head that fit in L2."""
+    longest would outlast the others together. Behind a long prefix all query tiles are nearly as long, and the last
+    section has no more kv heads than half of the clusters, so that at least two query tiles of each are computed at the
+    same time. With more, one query tile of each head would keep all clusters busy, and the next one would read the keys
+    from DRAM again. room: keys of a kv head that fit in L2."""
     group = geometry.group
     most = ceil_div(pairs, group)  # kv heads
     fit = cutlass.max(cutlass.min(room // cutlass.max(t, 1), most), 1)
     if geometry.causal:
         last = ceil_div((3 * blocks + tiles // 2) // tiles, group)
+        last = cutlass.select_(t >= FAR * ROWS * tiles, cutlass.min(last, blocks // 2), last)
         last = cutlass.min(cutlass.max(last, fit), most)
     else:
         fit = cutlass.min(fit, ceil_div(ceil_div(blocks, tiles), group))

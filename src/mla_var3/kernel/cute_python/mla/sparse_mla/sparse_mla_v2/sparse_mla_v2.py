@@ -173,6 +173,7 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
+    forms: int = 0
 
     @property
     def cache(self) -> Any:
@@ -564,9 +565,10 @@ def look(
             probed = tiles - cutlass.max(tiles // 8, 1)
             if last_named(caches, row, token, probed, 1, geometry) < 0:
                 found, tile, early = Int32(-1), tiles - 1, Boolean(True)
+                of_turn = 4 if geometry.forms & 2 else LOOKED_AT
                 while (found < 0) & (tile >= 0):
-                    found = last_named(caches, row, token, tile, LOOKED_AT, geometry)
-                    tile = tile - LOOKED_AT
+                    found = last_named(caches, row, token, tile, of_turn, geometry)
+                    tile = tile - of_turn
                 first, end = share_of(first, end, found + 1, tiles)
             spans[0, request % SPANS] = first
             spans[1, request % SPANS] = end
@@ -2266,7 +2268,7 @@ def consume(
     row_sum = registers.row_sum
     add = functools.partial(add_partial, acc_o, found, storage, results, tile, thread, geometry)
     me = cute.arch.make_warp_uniform(thread // WARPGROUP)
-    if cutlass.const_expr(geometry.sink):
+    if cutlass.const_expr(geometry.sink and not (geometry.shortens and geometry.forms & 1)):
         # Read once, as a split's end would wait for them.
         if thread < geometry.n:
             head = cutlass.min(first_row + thread, geometry.h - 1)
@@ -2419,7 +2421,15 @@ def sparse_mla_v2(
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
         if cutlass.const_expr(geometry.shortens):
+            logit = Float32(0.0)
+            if cutlass.const_expr(geometry.sink and geometry.forms & 1):
+                # Asked for ahead of the search, and stored behind it.
+                head = cutlass.min(first_row + cutlass.min(thread, geometry.n - 1), geometry.h - 1)
+                logit = inputs.sink[head]
             meet(storage, look(split, inputs.caches, storage, walk, token, warp, geometry))
+            if cutlass.const_expr(geometry.sink and geometry.forms & 1):
+                if thread < geometry.n:
+                    storage.sinks.data_ptr()[thread] = logit * math.log2(math.e)
         factors = Factors(flat_scale, scale_log2 * flat_scale)
         consume(storage, results, inputs.sink, factors, walk, split, of_tile, thread, geometry)
 
@@ -2566,6 +2576,7 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
+    forms: int = 0  # 1: sinks are asked for ahead of the search; 2: the search's loop over 16 tiles is not unrolled
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2574,7 +2585,7 @@ class SparseMlaV2Tiling(Tiling):
         page, extra_page = pages_of(pd)
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens,
+            pd.extra_layout, pd.strided_out, self.shortens, self.forms,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

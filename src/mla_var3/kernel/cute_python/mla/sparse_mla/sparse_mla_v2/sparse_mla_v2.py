@@ -554,8 +554,13 @@ def look(
     tiles, early = scheduler.ceil_div(walk.pool.tokens, TOKENS), Boolean(False)
     if looks(walk) & walk.has_work(split):
         request = split.request + warp
-        last = cutlass.min((split.end - 1) // width, caches[0].indices.shape[0] - 1)
-        while request <= last:
+        last = caches[0].indices.shape[0] - 1
+        if cutlass.const_expr(not geometry.forms & 4):
+            last = cutlass.min((split.end - 1) // width, last)
+        behind_all = Boolean(True)
+        if cutlass.const_expr(geometry.forms & 4):
+            behind_all = request * width < split.end
+        while (request <= last) & behind_all:
             begin = cutlass.max(split.point, request * width)
             behind = cutlass.min(split.end, (request + 1) * width)
             first = scheduler.place_of(begin, request * width, tiles, walk.line)
@@ -573,6 +578,8 @@ def look(
             spans[0, request % SPANS] = first
             spans[1, request % SPANS] = end
             request = request + CONSUMERS * WARPS
+            if cutlass.const_expr(geometry.forms & 4):
+                behind_all = request * width < split.end
     return early
 
 
@@ -2576,7 +2583,7 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
-    forms: int = 0  # 1: sinks are asked for ahead of the search; 2: the search's loop over 16 tiles is not unrolled
+    forms: int = 0  # 1: sinks are asked for ahead of the search; 2: the search's loop takes 4 tiles, not 16; 4: no division
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""

@@ -541,6 +541,10 @@ def share_of(first: Any, end: Any, named: Any, tiles: Any) -> tuple[Any, Any]:
     return first + none * (tiles - 1 - first), end + none * (tiles - end)
 
 
+def in_reach(request: Any, last: Any, width: Any, end: Any, geometry: Geometry) -> Any:
+    return (request <= last) & (request * width < end) if geometry.forms & 4 else request <= last
+
+
 @cute.jit
 def look(
     split: Split, caches: cutlass.Constexpr, storage: cutlass.Constexpr, walk: cutlass.Constexpr, token: Int32,
@@ -556,11 +560,8 @@ def look(
         request = split.request + warp
         last = caches[0].indices.shape[0] - 1
         if cutlass.const_expr(not geometry.forms & 4):
-            last = cutlass.min((split.end - 1) // width, last)
-        behind_all = Boolean(True)
-        if cutlass.const_expr(geometry.forms & 4):
-            behind_all = request * width < split.end
-        while (request <= last) & behind_all:
+            last = cutlass.min((split.end - 1) // width, caches[0].indices.shape[0] - 1)
+        while in_reach(request, last, width, split.end, geometry):
             begin = cutlass.max(split.point, request * width)
             behind = cutlass.min(split.end, (request + 1) * width)
             first = scheduler.place_of(begin, request * width, tiles, walk.line)
@@ -578,8 +579,6 @@ def look(
             spans[0, request % SPANS] = first
             spans[1, request % SPANS] = end
             request = request + CONSUMERS * WARPS
-            if cutlass.const_expr(geometry.forms & 4):
-                behind_all = request * width < split.end
     return early
 
 

@@ -542,6 +542,8 @@ def share_of(first: Any, end: Any, named: Any, tiles: Any) -> tuple[Any, Any]:
 
 
 def in_reach(request: Any, last: Any, width: Any, end: Any, geometry: Geometry) -> Any:
+    if geometry.forms & 16:
+        return request * width < end
     return (request <= last) & (request * width < end) if geometry.forms & 4 else request <= last
 
 
@@ -559,8 +561,13 @@ def look(
     if looks(walk) & walk.has_work(split):
         request = split.request + warp
         last = caches[0].indices.shape[0] - 1
-        if cutlass.const_expr(not geometry.forms & 4):
+        if cutlass.const_expr(not geometry.forms & 28):
             last = cutlass.min((split.end - 1) // width, caches[0].indices.shape[0] - 1)
+        if cutlass.const_expr(geometry.forms & 8):
+            last = split.end - 1
+            if width > 1:
+                last = last // width
+            last = cutlass.min(last, caches[0].indices.shape[0] - 1)
         while in_reach(request, last, width, split.end, geometry):
             begin = cutlass.max(split.point, request * width)
             behind = cutlass.min(split.end, (request + 1) * width)

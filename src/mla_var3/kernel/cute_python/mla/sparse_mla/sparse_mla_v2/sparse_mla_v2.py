@@ -543,7 +543,7 @@ def share_of(first: Any, end: Any, named: Any, tiles: Any) -> tuple[Any, Any]:
 
 def in_reach(request: Any, last: Any, width: Any, end: Any, geometry: Geometry) -> Any:
     if geometry.forms & 16:
-        return request * width < end
+        return request * width < last
     return (request <= last) & (request * width < end) if geometry.forms & 4 else request <= last
 
 
@@ -563,6 +563,8 @@ def look(
         last = caches[0].indices.shape[0] - 1
         if cutlass.const_expr(not geometry.forms & 28):
             last = cutlass.min((split.end - 1) // width, caches[0].indices.shape[0] - 1)
+        if cutlass.const_expr(geometry.forms & 16):
+            last = cutlass.min(split.end, caches[0].indices.shape[0] * width)  # the point behind
         if cutlass.const_expr(geometry.forms & 8):
             last = split.end - 1
             if width > 1:

@@ -173,6 +173,13 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
+    forms: int = 0
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster: two query tiles of one query token read the same rows. Each CTA asks for half of a tile's rows, and
+        these come to both."""
+        return 2 if self.forms & 1 and self.p_in_rows and self.row_tiles % 2 == 0 else 1
 
     @property
     def asks_ahead(self) -> bool:
@@ -693,7 +700,14 @@ def copy_row(
     else:
         source = of_cache(caches, found, row_address, geometry)
         target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
-        copy_bytes(target, source, Int32(geometry.row_bytes), full)
+        if cutlass.const_expr(geometry.ctas > 1):
+            cute.arch.inline_ptx(
+                "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                ".multicast::cluster [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
+                read_only_args=[target, source, Int32(geometry.row_bytes), full],
+            )
+        else:
+            copy_bytes(target, source, Int32(geometry.row_bytes), full)
     if cutlass.const_expr(geometry.layout == "v4"):
         source = of_cache(caches, found, scale_address, geometry)
         target = (storage.scales.data_ptr() + (stage * TOKENS + row)).toint()
@@ -799,7 +813,10 @@ def load(
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
             else:
                 cute.arch.mbarrier_expect_tx(full + stage, copied)
-        if (cute.arch.lane_idx() % 2 == 0) & (first.index >= 0):
+        mine = cute.arch.lane_idx() % 2 == 0
+        if cutlass.const_expr(geometry.ctas > 1):  # of the rows every other one; those of the other CTA come here too
+            mine = cute.arch.lane_idx() % 4 == 2 * (row_tile % 2)
+        if mine & (first.index >= 0):
             copy_row(caches, first, storage, stage, row, geometry)
         of_stage = Int32(1) << stage
         if votes != -1:
@@ -808,6 +825,8 @@ def load(
                 blank = Int32(0)
             if (first.index < 0) & ((blank & of_stage) == 0):
                 clear_row(storage, stage, row, geometry)
+            if cutlass.const_expr(geometry.ctas > 1):  # the next copy may be the other CTA's
+                cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
             warp_arrive(full + stage)
             # Ahead of copies into these rows, a round of the stages later.
@@ -1744,7 +1763,7 @@ class Consumer:
         """Gives a tile back to the producers; a split's last one, where results go through its rows, behind these."""
         if cutlass.const_expr(self.geometry.p_in_rows):
             if not is_last:
-                warp_arrive(self.empty + stage)
+                warp_arrive(self.empty + stage, self.geometry.ctas)
         else:
             warp_arrive(self.empty + stage)
 
@@ -2289,7 +2308,7 @@ def consume(
         if stage > 0:
             # The first tile that was loaded is another split's.
             cute.arch.mbarrier_wait(storage.full.data_ptr(), 0)
-            warp_arrive(storage.empty.data_ptr())
+            warp_arrive(storage.empty.data_ptr(), geometry.ctas)
     if cutlass.const_expr(not geometry.as_long):
         walk.store_empty(results, walk.line.empty, of_tile, thread, CONSUMER_THREADS)
     while walk.has_work(split):
@@ -2348,7 +2367,7 @@ def consume(
                 # Copies of rows write there next, through another proxy.
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
-                warp_arrive(storage.empty.data_ptr() + held)
+                warp_arrive(storage.empty.data_ptr() + held, geometry.ctas)
             else:
                 epilogue(acc_o, weights, storage, results, block.first, place, tile, first_row, thread, geometry)
             if cutlass.const_expr(geometry.p_in_rows):
@@ -2397,7 +2416,7 @@ def sparse_mla_v2(
             for i in cutlass.range_constexpr(geometry.stages):
                 # In v4 each lane arrives once more, when its copies of scales have.
                 cute.arch.mbarrier_init(full + i, PRODUCERS * (33 if geometry.layout == "v4" else 1))
-                cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS)
+                cute.arch.mbarrier_init(empty + i, CONSUMERS * WARPS * geometry.ctas)
             if cutlass.const_expr(geometry.shortens):
                 short_word(storage)[0] = Int32(0)
             cute.arch.mbarrier_init(storage.query_full.data_ptr(), 1)
@@ -2417,6 +2436,9 @@ def sparse_mla_v2(
         )  # fmt: skip
         split, walk = uniform(split), replace(walk, line=uniform(walk.line))
     named_sync(Barrier.SETUP, THREADS)
+    if cutlass.const_expr(geometry.ctas > 1):  # both CTAs' mbarriers are made
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
     flat_scale = Float32(1.0)
     if cutlass.const_expr(geometry.cache.one_scale):
         flat_scale = inputs.flat[0]
@@ -2435,6 +2457,9 @@ def sparse_mla_v2(
                 storage.sinks.data_ptr()[thread] = logit * math.log2(math.e)
         factors = Factors(flat_scale, scale_log2 * flat_scale)
         consume(storage, results, inputs.sink, factors, walk, split, of_tile, thread, geometry)
+    if cutlass.const_expr(geometry.ctas > 1):  # no CTA leaves while the other one signals its mbarriers
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
 
 
 sparse_mla_v2.set_name_prefix("sparse_mla_v2", remove_cutlass_symbol=True, keep_mangled_name=False)
@@ -2528,6 +2553,7 @@ def launch_sparse_mla_v2(
     sparse_mla_v2(inputs, results, flags, schedule, scale * math.log2(math.e), pool, geometry).launch(
         grid=(geometry.tiles, workers, 1),
         block=(THREADS, 1, 1),
+        cluster=(geometry.ctas, 1, 1) if geometry.ctas > 1 else None,
         min_blocks_per_mp=1,
         stream=stream,
         use_pdl=True,
@@ -2579,6 +2605,7 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
+    forms: int = 0  # 1: clusters of two CTAs share the rows of query tiles of 48 heads
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2587,7 +2614,7 @@ class SparseMlaV2Tiling(Tiling):
         page, extra_page = pages_of(pd)
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens,
+            pd.extra_layout, pd.strided_out, self.shortens, self.forms,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

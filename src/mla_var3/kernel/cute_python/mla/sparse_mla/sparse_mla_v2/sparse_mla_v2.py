@@ -177,9 +177,11 @@ class Geometry:
 
     @property
     def ctas(self) -> int:
-        """Of a cluster: two query tiles of one query token read the same rows. Each CTA asks for half of a tile's rows, and
-        these come to both."""
-        return 2 if self.forms & 1 and self.p_in_rows and self.row_tiles % 2 == 0 else 1
+        """Of a cluster: two query tiles of one query token read the same rows. Each CTA asks for half of a tile's rows,
+        and these come to both."""
+        if self.row_tiles % 2 or self.layout != "v32":
+            return 1
+        return 2 if (self.forms & 1 and self.p_in_rows) or self.forms & 2 else 1
 
     @property
     def asks_ahead(self) -> bool:
@@ -1765,7 +1767,7 @@ class Consumer:
             if not is_last:
                 warp_arrive(self.empty + stage, self.geometry.ctas)
         else:
-            warp_arrive(self.empty + stage)
+            warp_arrive(self.empty + stage, self.geometry.ctas)
 
     def multiply(
         self, maker: int, stage: Int32, found: list[Any], factors: list[Any], is_last: Boolean, begun: Any = None

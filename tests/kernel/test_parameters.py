@@ -20,7 +20,6 @@ MOST, MOST_OF_A_LAUNCHER = 10, 12
 LEFT_OVER = {
     "split_kv/launch.py:launch_decode": 16,
     "mla/flash_attention/flash_attention_v22/flash_attention_v22.py:launch_flash_attention": 13,
-    "mla/flash_attention/flash_attention/flash_attention.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v12/flash_attention_v12.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v18/flash_attention_v18.py:launch_flash_attention": 13,
     "mla/flash_attention/flash_attention_v23/flash_attention_v23.py:launch_flash_attention": 16,

@@ -235,7 +235,7 @@ def test_arguments_that_another_kernel_serves_are_other_signatures(
     inputs = make_inputs(PROBLEM, seed=1)
     mla_prefill(*inputs, on=engine)
     unjudged()
-    for options in ({"causal": False}, {"scale": 0.3}, {"kernel": "cute-dsl/flash_attention"}, {"scale": True}):
+    for options in ({"causal": False}, {"scale": 0.3}, {"kernel": "cute-dsl/flash_attention_v22"}, {"scale": True}):
         with pytest.raises(AssertionError, match="judged again"):
             mla_prefill(*inputs, on=engine, **options)
     engine.current_stream = 5  # whose workspaces are others

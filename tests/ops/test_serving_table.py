@@ -228,12 +228,9 @@ def test_the_table_of_prompts_says_what_is_picked() -> None:
     need_all_languages()
     table = rows("serving.md", "### Which version computes a prompt")
     assert [row[0] for row in table] == list(PROMPTS)
-    for name, hopper, hopper_fp16, others in table:
-        for cell, keys, dtypes in (
-            (hopper, FAMILIES[0], ("bf16",)),
-            (hopper_fp16, FAMILIES[0], ("fp16",)),
-            (others, (*FAMILIES[1], *FAMILIES[2]), ("bf16", "fp16")),
-        ):
+    for name, hopper, others in table:
+        for cell, keys in ((hopper, FAMILIES[0]), (others, (*FAMILIES[1], *FAMILIES[2]))):
+            dtypes = ("bf16", "fp16")
             wanted = [(prompt(dtype=x, **fields), key) for fields in PROMPTS[name] for x in dtypes for key in keys]
             assert picked(wanted) == said(cell), (name, cell)
 

@@ -125,7 +125,6 @@ RULES = (
         "up to 128 query tokens fill half of version 18's query tile; here a consumer without a row computes nothing",
         archs=HOPPER,
     ),
-    Rule("cute-dsl/flash_attention", "it takes fp16, which the later versions do not", archs=HOPPER),
     Rule(
         "cute-dsl/flash_attention_mma_v1",
         "it shows what products of single warps take on Hopper; the versions before take half of that",

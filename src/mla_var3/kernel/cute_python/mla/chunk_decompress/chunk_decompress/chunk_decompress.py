@@ -27,12 +27,8 @@ if TYPE_CHECKING:
     from mla_var3.workload.chunked_prefill import ChunkedProblem
 
 
-def default_tiling(pd: ChunkedProblem) -> DecompressTiling:
-    return DecompressTiling() if pd.dtype == "bf16" else DecompressTiling(*2 * ("cute-dsl/flash_attention",))
-
-
 def takes(pd: ChunkedProblem) -> Verdict:
-    return default_tiling(pd).validate(pd)
+    return DecompressTiling().validate(pd)
 
 
 class ChunkDecompressPlan(KernelPlan):
@@ -41,10 +37,10 @@ class ChunkDecompressPlan(KernelPlan):
     workload = chunked_prefill.WORKLOAD
     tiling_type = DecompressTiling
     requires = Requirement(archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma"), problem=takes)
-    parts = ("cute-dsl/flash_attention", "cute-dsl/flash_attention_v18", "cute-dsl/flash_attention_v23")
+    parts = ("cute-dsl/flash_attention_v18", "cute-dsl/flash_attention_v23")
 
     def default_tiling(self) -> DecompressTiling:
-        return default_tiling(self.problem)
+        return DecompressTiling()
 
     def autotune_configs(self) -> list[Tiling]:
         v18 = "cute-dsl/flash_attention_v18"

@@ -1124,7 +1124,7 @@ class FlashAttentionV12Plan(KernelPlan):
     tiling: FlashAttentionV12Tiling
     any_size = True
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 

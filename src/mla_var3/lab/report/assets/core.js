@@ -51,10 +51,11 @@ const step = (p) => (p.step && p.step[SELECTED.state]) ?? us(p);
 const ownLimits = (a, b) => a.run !== b.run && limit(a) && limit(b);
 const faster = (a, b) => step(b) / step(a) * (ownLimits(a, b) ? limit(a) / limit(b) : 1);
 // As catalogue/spoken.py: fastest first, by the share of the limit of its own run that each took.
-// Of other runs than `runs` only what is ahead by more than runs differ.
+// Of other runs than `runs`, and of versions that have changed since, only what is ahead by more than runs differ.
 function bySpeed(points, runs) {
   const limited = points.every((p) => limit(p));
-  const took = (p) => (limited ? step(p) / limit(p) : step(p)) * (runs.has(p.run) ? 1 : DATA.runs_differ);
+  const beside = (p) => runs.has(p.run) && (p.today || p.language === "peer");
+  const took = (p) => (limited ? step(p) / limit(p) : step(p)) * (beside(p) ? 1 : DATA.runs_differ);
   return [...points].sort((a, b) => took(a) - took(b) || (a.name < b.name ? -1 : 1));
 }
 function overlap(a, b) {

@@ -293,6 +293,7 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
             "h200/2026-11-28-sparse_decode.jsonl",
             "h200/2026-11-28-sparse_decode-second.jsonl",
             "h200/2026-11-29-sparse_decode.jsonl",
+            "h200/2026-11-29-sparse_decode-sinks.jsonl",
         ),
         "sparse_served": ("h200/2026-11-28-sparse_served.jsonl", "h200/2026-11-29-sparse_served.jsonl"),
         "unseen_sparse": tuple(f"h200/2026-11-28-unseen_sparse-{seed}.jsonl" for seed in (60811, 71101, 93303)),

@@ -261,6 +261,25 @@ def test_query_tiles_have_less_than_eight_rows_without_a_head() -> None:
     ]  # fmt: skip
 
 
+def test_two_query_tiles_of_48_heads_share_rows_in_a_cluster() -> None:
+    tiling = plan_type("cute-dsl/sparse_mla_v2").tiling_type
+
+    def ctas(heads: int = 0, **fields: Any) -> int:
+        return int(tiling(heads=heads).geometry(SparseProblem(b=128, **{"layout": "v32", **fields})).ctas)
+
+    assert ctas(h=96) == ctas(h=96, s=3) == ctas(h=96, lengths=True) == ctas(h=192, heads=48) == 2
+    # One tile a query token, three of them, tiles of other heads, and P in a place of its own.
+    assert {ctas(h=48), ctas(h=144), ctas(h=128), ctas(h=96, heads=24), ctas(h=96, paged=True)} == {1}
+    assert ctas(h=96, layout="v4", extra=512) == 1
+
+
+def test_sinks_are_asked_for_ahead_of_the_search_with_query_tiles_of_64_heads() -> None:
+    tiling = plan_type("cute-dsl/sparse_mla_v2").tiling_type(shortens=True)
+    asked = {h: tiling.geometry(SparseProblem(b=128, h=h, sink=True)).asks_ahead for h in (16, 48, 64, 96, 128)}
+    assert asked == {16: False, 48: False, 64: True, 96: False, 128: True}
+    assert not tiling.geometry(SparseProblem(b=128, h=64)).asks_ahead
+
+
 @pytest.mark.parametrize("layout", ["v32", "v4", "flat"])
 def test_shared_memory_holds_as_many_tiles_as_it_is_said_to(layout: str) -> None:
     """A CTA that takes too much compiles, and fails when it is launched."""

@@ -1,10 +1,11 @@
-r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 23; bf16 and fp16, causal or not.
+r"""Attention of prompts over decompressed heads for Hopper (sm_90a), version 23; in bf16 and fp16, causal or not.
 
     out[i, :] = softmax(scale · q[i] · Kᵀ) · V      q, K: 192 or 128 columns a head    V: 128
 
-Two CTAs of a cluster share K and V by multicast. It is version 21 with short query tiles dealt in pairs. Of a request
-whose rest is up to 128 query tokens the first query tile has up to 128 rows. A cluster that took it for one head, as
-version 21 does, would have one of the two consumers of each CTA at work. Here it takes that of two heads:
+Two CTAs of a cluster share K and V by multicast. It is version 21 with short query tiles dealt in pairs. Where a
+request has 1 to 128 query tokens more than a multiple of 256, its first query tile is short: it has up to 128 rows. A
+cluster that took it for one head, as version 21 does, would have one of the two consumers of each CTA at work. Here it
+takes that of two heads:
 
     rows 0 .. 127 of head 2i       first CTA     UPPER 0 .. 63, LOWER 64 .. 127; K and V of head 2i, whole KV tiles
     rows 0 .. 127 of head 2i + 1   second CTA    the same, of head 2i + 1
@@ -12,8 +13,8 @@ version 21 does, would have one of the two consumers of each CTA at work. Here i
 Both CTAs have the same query tokens and as many KV tiles, so that they go through them together, and nothing but what
 is loaded differs. An odd number of heads is dealt one by one, as in version 21.
 
-As there, keys are split where query tiles are too few to give each cluster one: a chunk of 512 new tokens of 16 heads
-has 32, for the 66 clusters of an H200.
+As in version 21, keys are split where query tiles are too few to give each cluster one: a chunk of 512 new tokens of 16
+heads has 32, for the 66 clusters of an H200.
 
     launch    splits_for: how many splits take the fewest KV tiles of time, from the sizes of the tensors
     schedule  split_of: of the KV tiles that any row of a query tile sees, split i of n has the i-th n-th
@@ -100,11 +101,12 @@ head. Up to 128 requests are sorted, the one with the most keys first; more of t
 beside each other with equal lengths are dealt as if they were one request with the heads of all. The heads of a request
 come in sections whose keys and values fit in L2 together. In a section the query tiles with the most keys come first,
 and with a causal mask the last section has about three query tiles for each cluster, so that the small ones fill the
-tail. Behind a long prefix none is small, and the section has as many heads as half of the clusters at most: so the
-query tiles of a head are computed at the same time, and its keys are read from DRAM once. A cluster's first query tile
-is its own number; the others it takes from a counter in global memory. It asks the counter just before its last K of a
-query tile is loaded. If it asked earlier, it would hold a query tile that another cluster could begin sooner. The
-lengths are read on the device only, and the last cluster sets the counter back.
+tail. Where a request has at least four times as many keys as query tokens (`FAR`), no query tile is much shorter than
+the others. Its last section then has at most half as many kv heads as there are clusters, so that at least two query
+tiles of a kv head are computed at the same time and its keys are read from DRAM less often: once where it has two. A
+cluster's first query tile is its own number; the others it takes from a counter in global memory. It asks the counter
+just before its last K of a query tile is loaded. If it asked earlier, it would hold a query tile that another cluster
+could begin sooner. The lengths are read on the device only, and the last cluster sets the counter back.
 
 Shared memory, with keys of 192 columns: Q 48 KiB, two stages of K (48 KiB each) and of V (32 KiB each). Registers of a
 consumer's thread: S 64, O 64, P 32, of 232.
@@ -160,7 +162,7 @@ MOST_SPLITS = 8
 MOST_ROWS = 1 << 15  # of all partials: of two query tiles for each cluster of an H200, or nearly
 TILE_COST, MERGE_COST = 1, 2  # in KV tiles of time: of a query tile besides its own, and of merging partials
 MERGING = 8  # warps of a CTA that merges, a row each
-FAR = 4  # a prefix is long from so many times the query tokens on
+FAR = 4  # a prefix is long where a request has at least so many times as many keys as query tokens
 SORTED = 128  # requests up to which they are sorted by their keys; of more the order is the caller's
 MISC_BYTES = 2048  # of shared memory, in front of Q
 NO_WORD = -(1 << 31)  # which words of a slot never are, or-ed together
@@ -330,13 +332,14 @@ def query_tiles(s: Any, together: int = 1) -> Any:
 
 
 def section_widths(t: Any, tiles: Any, pairs: Any, room: Any, blocks: Any, geometry: Geometry) -> tuple[Any, Any]:
-    """Heads of a section, and of the last one, of `pairs` heads that have t keys and `tiles` query tiles each. A
-    section has as many heads as fit in L2 with their keys and values, and without a mask no more than give each cluster
-    a query tile. With a causal mask the last one gives each cluster about three query tiles at least: of fewer, the
-    longest would outlast the others together. Behind a long prefix all query tiles are nearly as long, and the last
-    section has no more kv heads than half of the clusters, so that at least two query tiles of each are computed at the
-    same time. With more, one query tile of each head would keep all clusters busy, and the next one would read the keys
-    from DRAM again. room: keys of a kv head that fit in L2."""
+    """How many heads a section has, and how many the last one has, of `pairs` heads with t keys and `tiles` query tiles
+    each. The keys and values of a section's heads fit in L2 together, and without a mask it has no more heads than give
+    each cluster a query tile. With a causal mask the last section gives each cluster at least about three query tiles:
+    if it gave fewer, the longest would end after all others. With at least `FAR` times as many keys as query tokens all
+    query tiles are nearly equally long. The last section then has at most half as many kv heads as there are clusters,
+    unless more fit in L2, so that at least two query tiles of each are computed at the same time. With more kv heads,
+    one query tile of each would keep all clusters busy, and the next one would read the keys from DRAM again. blocks:
+    clusters. room: keys of a kv head that fit in L2."""
     group = geometry.group
     most = ceil_div(pairs, group)  # kv heads
     fit = cutlass.max(cutlass.min(room // cutlass.max(t, 1), most), 1)

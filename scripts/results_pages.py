@@ -221,7 +221,7 @@ MORE = {
         f"out. {FP8_LIMIT}"
     ),
     "indexer_paged": (
-        " In calls over less than 1,048,576 cached tokens one warp loads pages, and in longer ones four do where "
+        " In calls over less than 1,048,576 cached tokens one warp loads pages, and in all others four do where "
         "a query "
         "tile has at most 64 columns ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by "
         "calls that rotate over "

@@ -169,8 +169,9 @@ MORE = {
         "are drawn. In some problems a share of the indices names no token, which a name does not say: in "
         "`v32_b49_s3_h96_top2048_uniform` half of the query tokens have none at all, and FlashAttention-3 is given "
         "their lengths, which are 0. The cells of layout v32 with 48 and 96 heads were measured before query tiles of "
-        "48 heads over this layout took their last changes (commits 21f03cd and 213c3c1), and those with sinks, tiles "
-        "of 64 heads and 64 query tokens or more before the last of these, which takes up to a microsecond off them."
+        "48 heads over this layout took their last changes (commits 21f03cd and 213c3c1). Those with sinks, query "
+        "tiles of 64 heads and 64 query tokens or more were measured before commit 054bc7f, which takes up to a "
+        "microsecond off such a call."
     ),
     "prefill": (
         " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "
@@ -225,7 +226,7 @@ MORE = {
         f"out. {FP8_LIMIT}"
     ),
     "indexer_paged": (
-        " In calls over less than 1,048,576 cached tokens one warp loads pages, and in longer ones four do where "
+        " In calls over less than 1,048,576 cached tokens one warp loads pages, and in all others four do where "
         "a query "
         "tile has at most 64 columns ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by "
         "calls that rotate over "

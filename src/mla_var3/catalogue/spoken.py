@@ -10,8 +10,9 @@ A cell is a problem on a device. Of each contender one record speaks:
 
 What the dispatcher picked is the version that it picked, and no contender of its own. Contenders are compared by the
 time of a call with its share of what the calls of a step make once, as a share of the limit of its own run: within one
-run that is the plain ratio of the times. What was not in the run of those it is compared with, or timed code that has
-changed since, is ahead of them only if it is by more than runs differ (`RUNS_DIFFER`).
+run that is the plain ratio of the times. A version whose record is of another run than those it is compared with, or of
+code that has changed since, is ahead of them only if it is by more than runs differ (`RUNS_DIFFER`). So is a library
+whose record is of another run.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ def library_runs(records: Iterable[Record]) -> set[str]:
 def ranked(records: Iterable[Record], state: str, runs: Collection[str] = ()) -> list[Record]:
     """Versions that count as ours, fastest first: those that are here, and where none of them was timed, the retired.
     The fixed-split mode is none: it runs the same versions. records: that speak, of one cell. runs: whose records are
-    compared with each other, those of other runs and of other code only if they are ahead by `RUNS_DIFFER`."""
+    compared with each other; others, and those of code that has changed since, are ahead only by `RUNS_DIFFER`."""
     own = [r for r in records if not is_peer(r) and r.picked_by != FIXED_SPLIT and r.median(state) is not None]
     return _by_speed([r for r in own if live(r)] or own, state, runs)
 

@@ -651,7 +651,7 @@ def lacking(device: str, name: str) -> str:
     if not missing:
         return ""
     counted = f" Of the {len(cells)} cells {len(cells) - len(missing)} were measured"
-    return f"{counted}." if len(missing) > MOST_NAMED else f"{counted}, and not {_listed([f'`{m}`' for m in missing])}."
+    return f"{counted}." if len(missing) > MOST_NAMED else f"{counted}, all but {_listed([f'`{m}`' for m in missing])}."
 
 
 #: Cells that were not measured, up to which a page names them.

@@ -56,7 +56,7 @@ WHAT = {
     "query_rows": ("A request has 4 to 512 query rows, its query tokens times its heads (`experiment=query_rows`)."),
     "ragged": (
         "The requests of a cell differ in length, as they do on a server (`experiment=ragged`). The kernels here read "
-        "the lengths on the device and are given no hint."
+        "the lengths on the device and are not told in advance how they differ."
     ),
     "unseen": (
         "The problems were drawn at random, from a seed that no earlier run had used, so that no kernel can have been "
@@ -64,8 +64,8 @@ WHAT = {
     ),
     "regime_map": (
         "An even grid of heads, requests, context and query tokens, which the map of the report is drawn from. Times "
-        "are in burst only, and of three samples (`experiment=regime_map bench=map bench.sustained_rounds=0 "
-        "bench.cross_check_ms=0`)."
+        "are in burst only, and each is the median of three samples (`experiment=regime_map bench=map "
+        "bench.sustained_rounds=0 bench.cross_check_ms=0`)."
     ),
     "sparse_decode": (
         "Attention reads only the tokens that indices name. The caches are packed FP8 ones in the layouts of DeepSeek "
@@ -975,7 +975,7 @@ def index() -> str:
     """The text of docs/results/README.md."""
     rows = "".join(f"- [{name}]({name}.md): {what}\n" for name, what in WHAT.items())
     others = "".join(
-        f"- [{Device.get(name).name}]({name}.md): {len(FILES[name])} of the experiments on this card.\n"
+        f"- [{Device.get(name).name}]({name}.md): The results of {len(FILES[name])} experiments on this card.\n"
         for name in OTHERS
     )
     several = "".join(

@@ -249,8 +249,8 @@ def told(gathered: Gathered) -> dict[str, Any]:
 
 
 def near(value: float | None) -> Any:
-    """The page holds six digits of each figure, of which four make a margin."""
-    return None if value is None else pytest.approx(value, rel=1e-4, abs=2e-5)
+    """The page holds seven digits of each figure."""
+    return None if value is None else pytest.approx(value, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("state", ["burst", "sustained"])

@@ -230,8 +230,8 @@ def test_the_table_of_prompts_says_what_is_picked() -> None:
     assert [row[0] for row in table] == list(PROMPTS)
     for name, hopper, others in table:
         for cell, keys in ((hopper, FAMILIES[0]), (others, (*FAMILIES[1], *FAMILIES[2]))):
-            dtypes = ("bf16", "fp16")
-            wanted = [(prompt(dtype=x, **fields), key) for fields in PROMPTS[name] for x in dtypes for key in keys]
+            fields = [{"dtype": dtype, **some} for some in PROMPTS[name] for dtype in ("bf16", "fp16")]
+            wanted = [(prompt(**x), key) for x in fields for key in keys]
             assert picked(wanted) == said(cell), (name, cell)
 
 

@@ -92,8 +92,8 @@ def tile(tab: Any, cell: str) -> Any:
 
 
 def near(value: float | None) -> Any:
-    """The page holds six digits of each figure, of which four make a margin: an error of up to 2e-5."""
-    return None if value is None else pytest.approx(value, rel=1e-4, abs=2e-5)
+    """The page holds seven digits of each figure."""
+    return None if value is None else pytest.approx(value, rel=1e-4, abs=1e-5)
 
 
 # ---------------------------------------------------------------- the same answers as in Python

@@ -170,8 +170,9 @@ def overlap(a: Point, b: Point, state: str) -> bool:
 
 
 def rounded(value: float) -> float:
-    """Six significant digits: more than any measurement carries, in half the bytes."""
-    return float(f"{value:.6g}")
+    """Seven significant digits: more than any measurement carries, so that a difference of two ratios is right to five
+    decimals, in half the bytes."""
+    return float(f"{value:.7g}")
 
 
 # ---------------------------------------------------------------- roofline

@@ -76,7 +76,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cuda.bindings.driver import CUstream
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint8
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint8, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.runtime import make_fake_tensor
 from cutlass.memory import SmemAllocator
@@ -176,12 +176,19 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
+    forms: int = 0
 
     @property
     def ctas(self) -> int:
-        """Of a cluster. Two query tiles of a query token read the same rows: with 48 heads each, each CTA starts the
-        copies of every other row, which come to both."""
-        return 2 if self.p_in_rows and self.row_tiles % 2 == 0 else 1
+        """CTAs of a cluster. Two query tiles of a query token read the same rows: each CTA of the two starts the copies
+        of every other row, which come to both."""
+        wide = self.p_in_rows or (self.forms & 2 and self.layout == "v32" and self.n > 48 and not self.paged)
+        return 2 if wide and self.row_tiles % 2 == 0 else 1
+
+    @property
+    def fills(self) -> bool:
+        """Whether a row that no index names gets a copy of a row near it, instead of zeros."""
+        return bool(self.forms & 1) and (self.p_in_rows or self.ctas > 1)
 
     @property
     def asks_ahead(self) -> bool:
@@ -828,17 +835,28 @@ def load(
     while first.there:
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
+        copied, found = Int32(cute.arch.popc(votes)) // 2 * token_bytes(first, geometry), first
+        if cutlass.const_expr(geometry.fills):
+            found = first._replace(index=filled_index(first.index, votes))
+            copied = cutlass.select_(votes == 0, Int32(0), Int32(ROWS * geometry.row_bytes))
         with cute.arch.elect_one():
             valid[warp, stage] = named_word(votes, first, geometry)
-            copied = Int32(cute.arch.popc(votes)) // 2 * token_bytes(first, geometry)
-            if votes == -1:
+            if (votes == -1) | (geometry.fills & (votes != 0)):
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
             else:
                 cute.arch.mbarrier_expect_tx(full + stage, copied)
-        if copies(row_tile, geometry) & (first.index >= 0):
-            copy_row(caches, first, storage, stage, row, geometry)
+        if copies(row_tile, geometry) & (found.index >= 0):
+            copy_row(caches, found, storage, stage, row, geometry)
         of_stage = Int32(1) << stage
-        if votes != -1:
+        if cutlass.const_expr(geometry.fills):
+            if votes == 0:
+                if (blank & of_stage) == 0:
+                    clear_row(storage, stage, row, geometry)
+                    # Ahead of copies into these rows, a round of the stages later, which may be the other CTA's.
+                    cute.arch.fence_view_async_shared()
+                cute.arch.sync_warp()
+                warp_arrive(full + stage)
+        elif votes != -1:
             # Behind the copies, whose way is longer.
             if cutlass.const_expr(geometry.p_in_rows):
                 blank = Int32(0)
@@ -851,7 +869,11 @@ def load(
             # Ahead of copies into these rows, a round of the stages later.
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
-        blank = cutlass.select_(first.index < 0, blank | of_stage, blank & ~of_stage)
+        blank = cutlass.select_(found.index < 0, blank | of_stage, blank & ~of_stage)
+        if cutlass.const_expr(geometry.fills and geometry.p_in_rows):
+            # Results of the split before went through the rows of its last tile, which is still to be loaded anew.
+            if first.asks:
+                blank = Int32(0)
         if cutlass.const_expr(geometry.layout == "v4"):
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
         stage, phase = stage_at(stage, phase, 1, geometry.stages)
@@ -898,6 +920,14 @@ def copies(row_tile: Int32, geometry: Geometry) -> Boolean:
     if geometry.ctas > 1:
         return cute.arch.lane_idx() % 4 == 2 * (row_tile % 2)
     return cute.arch.lane_idx() % 2 == 0
+
+
+def filled_index(index: Int32, votes: Int32) -> Int32:
+    """This lane's index, or where it names no token that of the next lane below that names one, or of the last one of
+    all; -1 where none does. votes: of the warp, which lanes' indices name a token."""
+    below = votes & Int32(cute.arch.lanemask_le())
+    source = Int32(cute.arch.bfind(Uint32(cutlass.select_(below != 0, below, votes))))
+    return Int32(cute.arch.shuffle_sync(index, source))
 
 
 def producer_row(warp: Int32) -> Int32:
@@ -1792,7 +1822,7 @@ class Consumer:
             if not is_last:
                 warp_arrive(self.empty + stage, self.geometry.ctas)
         else:
-            warp_arrive(self.empty + stage)
+            warp_arrive(self.empty + stage, self.geometry.ctas)
 
     def multiply(
         self, maker: int, stage: Int32, found: list[Any], factors: list[Any], is_last: Boolean, begun: Any = None
@@ -2629,6 +2659,7 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
+    forms: int = 0  # 1: rows that no index names get a copy of a row near them; 2: clusters with 64 heads a tile
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2637,7 +2668,7 @@ class SparseMlaV2Tiling(Tiling):
         page, extra_page = pages_of(pd)
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens,
+            pd.extra_layout, pd.strided_out, self.shortens, self.forms,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

@@ -188,7 +188,11 @@ class Geometry:
     @property
     def fills(self) -> bool:
         """Whether a row that no index names gets a copy of a row near it, instead of zeros."""
-        return bool(self.forms & 1) and (self.p_in_rows or self.ctas > 1)
+        return bool(self.forms & 1)
+
+    @property
+    def spares(self) -> bool:
+        return bool(self.forms & 1) and (self.p_in_rows or bool(self.forms & 4))
 
     @property
     def asks_ahead(self) -> bool:
@@ -832,16 +836,21 @@ def load(
     has_looked = Boolean(False)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
     blank = Int32(0)  # a bit a stage: whether this lane's row holds zeros already
+    spare = Int32(-1)
     while first.there:
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
         copied, found = Int32(cute.arch.popc(votes)) // 2 * token_bytes(first, geometry), first
         if cutlass.const_expr(geometry.fills):
-            found = first._replace(index=filled_index(first.index, votes))
-            copied = cutlass.select_(votes == 0, Int32(0), Int32(ROWS * geometry.row_bytes))
+            index = filled_index(first.index, votes)
+            if cutlass.const_expr(geometry.spares):
+                index = cutlass.select_(votes == 0, spare, index)
+                spare = index
+            found = first._replace(index=index)
+            copied = cutlass.select_(index < 0, Int32(0), ROWS * token_bytes(first, geometry))
         with cute.arch.elect_one():
             valid[warp, stage] = named_word(votes, first, geometry)
-            if (votes == -1) | (geometry.fills & (votes != 0)):
+            if (votes == -1) | (geometry.fills & (found.index >= 0)):
                 cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
             else:
                 cute.arch.mbarrier_expect_tx(full + stage, copied)
@@ -849,8 +858,8 @@ def load(
             copy_row(caches, found, storage, stage, row, geometry)
         of_stage = Int32(1) << stage
         if cutlass.const_expr(geometry.fills):
-            if votes == 0:
-                if (blank & of_stage) == 0:
+            if found.index < 0:
+                if geometry.spares | ((blank & of_stage) == 0):
                     clear_row(storage, stage, row, geometry)
                     # Ahead of copies into these rows, a round of the stages later, which may be the other CTA's.
                     cute.arch.fence_view_async_shared()
@@ -870,10 +879,6 @@ def load(
             cute.arch.fence_view_async_shared()
             cute.arch.sync_warp()
         blank = cutlass.select_(found.index < 0, blank | of_stage, blank & ~of_stage)
-        if cutlass.const_expr(geometry.fills and geometry.p_in_rows):
-            # Results of the split before went through the rows of its last tile, which is still to be loaded anew.
-            if first.asks:
-                blank = Int32(0)
         if cutlass.const_expr(geometry.layout == "v4"):
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
         stage, phase = stage_at(stage, phase, 1, geometry.stages)
@@ -888,6 +893,11 @@ def load(
                     place = begin_again(storage, walk, geometry)
                     second = read_row(caches, place, token, row, geometry)
         # Behind the copies, so that these wait for no index; the one read here is used a tile later.
+        if cutlass.const_expr(geometry.spares):
+            keeps = second.request == first.request
+            if cutlass.const_expr(geometry.extra_page != 0):
+                keeps = keeps & (second.is_extra == first.is_extra)
+            spare = cutlass.select_(keeps, spare, Int32(-1))
         first = named(second, caches, row, geometry)
         place = next_place(place, storage, walk, geometry)
         second = read_row(caches, place, token, row, geometry)

@@ -182,17 +182,13 @@ class Geometry:
     def ctas(self) -> int:
         """CTAs of a cluster. Two query tiles of a query token read the same rows: each CTA of the two starts the copies
         of every other row, which come to both."""
-        wide = self.p_in_rows or (self.forms & 2 and self.layout == "v32" and self.n > 48 and not self.paged)
+        wide = self.p_in_rows or (self.forms & 2 and self.n > 48 and not self.paged)
         return 2 if wide and self.row_tiles % 2 == 0 else 1
 
     @property
     def fills(self) -> bool:
         """Whether a row that no index names gets a copy of a row near it, instead of zeros."""
         return bool(self.forms & 1)
-
-    @property
-    def spares(self) -> bool:
-        return bool(self.forms & 1) and (self.p_in_rows or bool(self.forms & 4))
 
     @property
     def asks_ahead(self) -> bool:
@@ -716,43 +712,45 @@ def of_cache(caches: Any, found: Row, address: Any, geometry: Geometry) -> Int64
 
 @cute.jit
 def copy_row(
-    caches: cutlass.Constexpr, found: Row, storage: cutlass.Constexpr, stage: Int32, row: Int32,
+    caches: cutlass.Constexpr, found: Row, storage: cutlass.Constexpr, stage: Int32, row: Int32, row_tile: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Starts copying a cached token's row into a tile."""
+    """Starts copying a cached token's row into a tile, in a cluster of every other row into both CTAs' tiles."""
     full = (storage.full.data_ptr() + stage).toint()
-    if cutlass.const_expr(geometry.fine):
+    if copies(row_tile, geometry) & (found.index >= 0):
         target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
-        copy_fine_row(caches, found, target, full, geometry)
-    else:
-        source = of_cache(caches, found, row_address, geometry)
-        target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
-        if cutlass.const_expr(geometry.ctas > 1):
-            copy_to_both(target, source, Int32(geometry.row_bytes), full)
+        if cutlass.const_expr(geometry.fine):
+            copy_fine_row(caches, found, target, full, geometry)
         else:
-            copy_bytes(target, source, Int32(geometry.row_bytes), full)
-    if cutlass.const_expr(geometry.layout == "v4"):
-        source = of_cache(caches, found, scale_address, geometry)
-        target = (storage.scales.data_ptr() + (stage * TOKENS + row)).toint()
-        cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source])
+            copy_bytes(target, of_cache(caches, found, row_address, geometry), Int32(geometry.row_bytes), full, geometry)
+        if cutlass.const_expr(geometry.layout == "v4" and geometry.ctas == 1):
+            copy_scales(caches, found, storage, stage, row, geometry)
+    if cutlass.const_expr(geometry.layout == "v4" and geometry.ctas > 1):
+        if (cute.arch.lane_idx() % 2 == 0) & (found.index >= 0):
+            copy_scales(caches, found, storage, stage, row, geometry)
 
 
-def copy_bytes(target: Int32, source: Int64, size: Int32, full: Int32) -> None:
-    """Starts a bulk copy into shared memory, which arrives at the mbarrier `full`. All but that at multiples of 16."""
-    cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-        read_only_args=[target, source, size, full],
-    )
+def copy_scales(caches: Any, found: Row, storage: Any, stage: Int32, row: Int32, geometry: Geometry) -> None:
+    """The same of its scales in v4."""
+    source = of_cache(caches, found, scale_address, geometry)
+    target = (storage.scales.data_ptr() + (stage * TOKENS + row)).toint()
+    cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source])
 
 
-def copy_to_both(target: Int32, source: Int64, size: Int32, full: Int32) -> None:
-    """The same into both CTAs of a cluster, at one place of their shared memory each, where each one's mbarrier counts
-    the bytes."""
-    cute.arch.inline_ptx(
-        "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-        ".multicast::cluster [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
-        read_only_args=[target, source, size, full],
-    )
+def copy_bytes(target: Int32, source: Int64, size: Int32, full: Int32, geometry: Geometry) -> None:
+    """Starts a bulk copy into shared memory, which arrives at the mbarrier `full`. All but that at multiples of 16. In
+    a cluster into both CTAs, at one place of their shared memory each, where each one's mbarrier counts the bytes."""
+    if geometry.ctas > 1:
+        cute.arch.inline_ptx(
+            "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+            ".multicast::cluster [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
+            read_only_args=[target, source, size, full],
+        )
+    else:
+        cute.arch.inline_ptx(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+            read_only_args=[target, source, size, full],
+        )
 
 
 def copy_fine_row(caches: Any, found: Row, target: Int32, full: Int32, geometry: Geometry) -> None:
@@ -767,10 +765,10 @@ def copy_fine_row(caches: Any, found: Row, target: Int32, full: Int32, geometry:
         return Int32(layout.code_bytes if layout.planar else layout.token_bytes)
 
     begin = of_either(found, Int32(0), Int32(VALUES - geometry.extra.code_bytes), geometry)
-    copy_bytes(target + begin, of_row(codes_address), of_either(found, *map(size, layouts), geometry), full)
+    copy_bytes(target + begin, of_row(codes_address), of_either(found, *map(size, layouts), geometry), full, geometry)
     if geometry.cache.planar:
         scales = of_either(found, *(Int32(layout.scales) for layout in layouts), geometry)
-        copy_bytes(target + VALUES, of_row(scales_address), scales, full)
+        copy_bytes(target + VALUES, of_row(scales_address), scales, full, geometry)
 
 
 @cute.jit
@@ -840,45 +838,45 @@ def load(
     while first.there:
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
-        copied, found = Int32(cute.arch.popc(votes)) // 2 * token_bytes(first, geometry), first
+        found, of_stage = first, Int32(1) << stage
         if cutlass.const_expr(geometry.fills):
-            index = filled_index(first.index, votes)
-            if cutlass.const_expr(geometry.spares):
-                index = cutlass.select_(votes == 0, spare, index)
-                spare = index
-            found = first._replace(index=index)
-            copied = cutlass.select_(index < 0, Int32(0), ROWS * token_bytes(first, geometry))
-        with cute.arch.elect_one():
-            valid[warp, stage] = named_word(votes, first, geometry)
-            if (votes == -1) | (geometry.fills & (found.index >= 0)):
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
-            else:
-                cute.arch.mbarrier_expect_tx(full + stage, copied)
-        if copies(row_tile, geometry) & (found.index >= 0):
-            copy_row(caches, found, storage, stage, row, geometry)
-        of_stage = Int32(1) << stage
-        if cutlass.const_expr(geometry.fills):
-            if found.index < 0:
-                if geometry.spares | ((blank & of_stage) == 0):
+            index = first.index
+            if votes != -1:
+                index = filled_index(first.index, votes, spare)
+                if not cute.arch.vote_any_sync(index >= 0):
                     clear_row(storage, stage, row, geometry)
                     # Ahead of copies into these rows, a round of the stages later, which may be the other CTA's.
                     cute.arch.fence_view_async_shared()
+                    cute.arch.sync_warp()
+            found, spare = first._replace(index=index), index
+            with cute.arch.elect_one():
+                valid[warp, stage] = named_word(votes, first, geometry)
+                copied = cutlass.select_(index >= 0, Int32(ROWS * token_bytes(first, geometry)), Int32(0))
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
+            copy_row(caches, found, storage, stage, row, row_tile, geometry)
+        else:
+            with cute.arch.elect_one():
+                valid[warp, stage] = named_word(votes, first, geometry)
+                copied = Int32(cute.arch.popc(votes)) // 2 * token_bytes(first, geometry)
+                if votes == -1:
+                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
+                else:
+                    cute.arch.mbarrier_expect_tx(full + stage, copied)
+            copy_row(caches, found, storage, stage, row, row_tile, geometry)
+            if votes != -1:
+                # Behind the copies, whose way is longer.
+                if cutlass.const_expr(geometry.p_in_rows):
+                    blank = Int32(0)
+                if (first.index < 0) & ((blank & of_stage) == 0):
+                    clear_row(storage, stage, row, geometry)
+                if cutlass.const_expr(geometry.ctas > 1):  # the next copy may be the other CTA's
+                    cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 warp_arrive(full + stage)
-        elif votes != -1:
-            # Behind the copies, whose way is longer.
-            if cutlass.const_expr(geometry.p_in_rows):
-                blank = Int32(0)
-            if (first.index < 0) & ((blank & of_stage) == 0):
-                clear_row(storage, stage, row, geometry)
-            if cutlass.const_expr(geometry.ctas > 1):  # the next copy may be the other CTA's
+                # Ahead of copies into these rows, a round of the stages later.
                 cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-            warp_arrive(full + stage)
-            # Ahead of copies into these rows, a round of the stages later.
-            cute.arch.fence_view_async_shared()
-            cute.arch.sync_warp()
-        blank = cutlass.select_(found.index < 0, blank | of_stage, blank & ~of_stage)
+                cute.arch.sync_warp()
+            blank = cutlass.select_(first.index < 0, blank | of_stage, blank & ~of_stage)
         if cutlass.const_expr(geometry.layout == "v4"):
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
         stage, phase = stage_at(stage, phase, 1, geometry.stages)
@@ -893,7 +891,7 @@ def load(
                     place = begin_again(storage, walk, geometry)
                     second = read_row(caches, place, token, row, geometry)
         # Behind the copies, so that these wait for no index; the one read here is used a tile later.
-        if cutlass.const_expr(geometry.spares):
+        if cutlass.const_expr(geometry.fills):
             keeps = second.request == first.request
             if cutlass.const_expr(geometry.extra_page != 0):
                 keeps = keeps & (second.is_extra == first.is_extra)
@@ -932,12 +930,13 @@ def copies(row_tile: Int32, geometry: Geometry) -> Boolean:
     return cute.arch.lane_idx() % 2 == 0
 
 
-def filled_index(index: Int32, votes: Int32) -> Int32:
+def filled_index(index: Int32, votes: Int32, spare: Int32) -> Int32:
     """This lane's index, or where it names no token that of the next lane below that names one, or of the last one of
-    all; -1 where none does. votes: of the warp, which lanes' indices name a token."""
+    all, or where none does `spare`. votes: of the warp, which lanes' indices name a token."""
     below = votes & Int32(cute.arch.lanemask_le())
     source = Int32(cute.arch.bfind(Uint32(cutlass.select_(below != 0, below, votes))))
-    return Int32(cute.arch.shuffle_sync(index, source))
+    found = Int32(cute.arch.shuffle_sync(index, source))
+    return cutlass.select_(votes == 0, spare, found)
 
 
 def producer_row(warp: Int32) -> Int32:

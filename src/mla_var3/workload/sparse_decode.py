@@ -903,6 +903,7 @@ CASES = {
     "lengths": "lengths and sinks, planned anew",
     "extra": "an extra cache with other pages and lengths, planned anew (not of flat, nor of a page table)",
     "many": "more requests than a device has multiprocessors (on a GPU)",
+    "missing_nan": "as nan, and every other tile of many is -1 throughout (on a GPU; not of a page table)",
     "far": "pages beyond 2^31 bytes from the start of the cache (on a GPU)",
 }
 QUICK = ("own", "uneven", "holes", "unseen", "below_zero", "in_place")
@@ -955,6 +956,11 @@ def _cases(problem: SparseProblem, on_gpu: bool) -> Iterator[Case]:
         yield Case("extra", given, "unseen", planned=True)
     short = {"t": min(own.t, 100), "lengths": True} if own.paged else {"topk": min(own.topk, 100)}
     yield Case("many", some.replace(b=301, **short), unlike, gpu=True)
+    if not own.paged:
+        # So many that a place in shared memory serves several tiles of a request: what a NaN leaves there must not
+        # reach results of a later tile.
+        many_tiles = some.replace(b=100, t=max(some.t, 12 * TILE), topk=12 * TILE, missing="tiles:0.5", contexts="full")
+        yield Case("missing_nan", many_tiles, "nan", gpu=True)
     yield Case("far", uneven, "flashmla", alter=_far, gpu=True)
 
 

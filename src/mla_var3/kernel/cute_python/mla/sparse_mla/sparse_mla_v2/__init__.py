@@ -1,1 +1,1 @@
-"""Version 2: rows that no index names are zeroed in place, tiles behind a row's last token go to nobody, strides."""
+"""Version 2: missing indices copy rows that are there, tiles behind a row's last token go to nobody, strides."""

@@ -41,13 +41,18 @@ Both run one copy of the code, half of it out of step, which halves what is fetc
 and barriers. Half a panel of 64 columns is widened while the one before it is multiplied, and the bytes of two more are
 on the way into registers. Of consumers, schedule, splits and merges the rest is flash_mla's, version 24.
 
-An index that names no token stands for a row of zeros, and a word of each producer warp says which of its 16 scores of
-a tile are -inf. Against version 1:
+An index that names no token has a score of -inf and a probability of 0: a word of each producer warp says which of its
+16 rows of a tile name one. But the row in shared memory must not hold NaN then, since 0 times NaN is NaN. Against
+version 1:
 
-- Such a row is zeroed where it lies in shared memory (`clear_row`), while the copies of the tile's other rows are under
-  way. Version 1 copied a row of zeros from global memory, all CTAs the same 656 bytes, and these copies queued up: a
-  missing index cost more than a token. A bit for each stage says that a row holds zeros already. A fence of the lanes
-  that stored zeros stands in front of later bulk copies into these rows, which write through another proxy.
+- Such a row gets a copy of another one that the same query token attends to: the nearest one below among the warp's 16
+  (`filled_index`). Its bytes are in L2 already, and a tile takes as many copies whatever is missing. If that row holds
+  NaN, the query token's results are NaN in any case. Version 1 copied a row of zeros in its place, all CTAs the same
+  656 bytes, and these copies queued up: a missing index cost more than a token.
+- Where all 16 rows of a warp are missing, it zeroes them in shared memory (`clear_row`), and remembers for each stage
+  that its rows hold zeros already. A fence of the lanes that stored zeros stands in front of later bulk copies into
+  these rows, which write through another proxy. Where P lies in a tile's rows these do not stay zeros: a lane copies
+  the row again that it copied for the tile before.
 - The load of an index waits for no length; an index behind the length is ignored a tile later.
 - Tiles behind the last one of a row that names a token are left out where no lengths are given and there are many rows
   (`look`): each split of the row has less in proportion, so nobody has to deal out anew. Producers begin as if rows
@@ -57,9 +62,11 @@ a tile are -inf. Against version 1:
 - With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
   (`Geometry.p_in_rows`), which makes room for a fourth tile. Results go through the rows of a split's last tile, which
   producers get back behind them. And as registers are left, a consumer's thread keeps its addresses in them (`Kept`).
-  Two such tiles of a query token are a cluster: each CTA copies every other row to both, and a stage is free when the
-  consumers of both have given it back (`Geometry.ctas`).
-- With query tiles of 64 heads, sinks are on their way while rows' last tokens are looked for (`Geometry.asks_ahead`).
+- Over v32, where a query token has an even number of query tiles of 48 heads or more, two of them may be a cluster:
+  each CTA copies every other row to both, and a stage is free when the consumers of both have given it back
+  (`Geometry.ctas`).
+- With query tiles of more than 48 heads, sinks are loaded while rows' last tokens are looked for
+  (`Geometry.asks_ahead`).
 - A worker's first split is made uniform over a warp (`uniform`) where it comes from memory.
 - Tokens of a page are a constant of the code where engines have such pages (`CONSTANT_PAGES`). One piece of code serves
   all others: an index is divided by a multiplier that the host function makes of the cache's shape.
@@ -176,25 +183,21 @@ class Geometry:
     extra_layout: str = ""
     strided_out: bool = False
     shortens: bool = False
-    forms: int = 0
 
     @property
     def ctas(self) -> int:
-        """CTAs of a cluster. Two query tiles of a query token read the same rows: each CTA of the two starts the copies
-        of every other row, which come to both."""
-        wide = self.p_in_rows or (self.forms & 2 and self.n > 48 and not self.paged)
+        """CTAs of a cluster: two where a query token has an even number of query tiles, which read the same rows, else
+        one. Each of the two starts the copies of every other row, and a copy writes to the shared memory of both. So
+        over v32, with 48 heads in a query tile (`p_in_rows`) and with more: with more where there are many rows, since
+        16 requests of 128 heads took 1.7 % longer in clusters."""
+        wide = self.p_in_rows or (self.layout == "v32" and self.n > 48 and self.shortens)
         return 2 if wide and self.row_tiles % 2 == 0 else 1
 
     @property
-    def fills(self) -> bool:
-        """Whether a row that no index names gets a copy of a row near it, instead of zeros."""
-        return bool(self.forms & 1)
-
-    @property
     def asks_ahead(self) -> bool:
-        """Whether sinks are asked for ahead of the search for rows' last tokens, whose loads they are on their way
-        beside. Behind it, consumers would wait for them when the query has come. So with more than 48 heads a tile:
-        other calls were no more than 1 % slower than in version 1 without it."""
+        """Whether sinks are loaded before the search for rows' last tokens, so that both loads are under way together.
+        If sinks were loaded after the search, consumers would wait for them once the query has arrived. With more than
+        48 heads in a query tile alone: without this, only such calls took over 1 % longer than version 1."""
         return self.sink and self.shortens and self.n > 48
 
     @property
@@ -712,45 +715,44 @@ def of_cache(caches: Any, found: Row, address: Any, geometry: Geometry) -> Int64
 
 @cute.jit
 def copy_row(
-    caches: cutlass.Constexpr, found: Row, storage: cutlass.Constexpr, stage: Int32, row: Int32, row_tile: Int32,
+    caches: cutlass.Constexpr, found: Row, storage: cutlass.Constexpr, stage: Int32, row: Int32,
     geometry: cutlass.Constexpr,
 ):  # fmt: skip
-    """Starts copying a cached token's row into a tile, in a cluster of every other row into both CTAs' tiles."""
+    """Starts copying a cached token's row into a tile."""
     full = (storage.full.data_ptr() + stage).toint()
-    if copies(row_tile, geometry) & (found.index >= 0):
+    if cutlass.const_expr(geometry.fine):
         target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
-        if cutlass.const_expr(geometry.fine):
-            copy_fine_row(caches, found, target, full, geometry)
-        else:
-            copy_bytes(target, of_cache(caches, found, row_address, geometry), Int32(geometry.row_bytes), full, geometry)
-        if cutlass.const_expr(geometry.layout == "v4" and geometry.ctas == 1):
-            copy_scales(caches, found, storage, stage, row, geometry)
-    if cutlass.const_expr(geometry.layout == "v4" and geometry.ctas > 1):
-        if (cute.arch.lane_idx() % 2 == 0) & (found.index >= 0):
-            copy_scales(caches, found, storage, stage, row, geometry)
-
-
-def copy_scales(caches: Any, found: Row, storage: Any, stage: Int32, row: Int32, geometry: Geometry) -> None:
-    """The same of its scales in v4."""
-    source = of_cache(caches, found, scale_address, geometry)
-    target = (storage.scales.data_ptr() + (stage * TOKENS + row)).toint()
-    cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source])
-
-
-def copy_bytes(target: Int32, source: Int64, size: Int32, full: Int32, geometry: Geometry) -> None:
-    """Starts a bulk copy into shared memory, which arrives at the mbarrier `full`. All but that at multiples of 16. In
-    a cluster into both CTAs, at one place of their shared memory each, where each one's mbarrier counts the bytes."""
-    if geometry.ctas > 1:
-        cute.arch.inline_ptx(
-            "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-            ".multicast::cluster [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
-            read_only_args=[target, source, size, full],
-        )
+        copy_fine_row(caches, found, target, full, geometry)
     else:
-        cute.arch.inline_ptx(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
-            read_only_args=[target, source, size, full],
-        )
+        source = of_cache(caches, found, row_address, geometry)
+        target = (storage.rows.data_ptr() + (stage * TOKENS + row) * geometry.stride).toint()
+        if cutlass.const_expr(geometry.ctas > 1):
+            copy_to_both(target, source, Int32(geometry.row_bytes), full)
+        else:
+            copy_bytes(target, source, Int32(geometry.row_bytes), full)
+    if cutlass.const_expr(geometry.layout == "v4"):
+        source = of_cache(caches, found, scale_address, geometry)
+        target = (storage.scales.data_ptr() + (stage * TOKENS + row)).toint()
+        cute.arch.inline_ptx("cp.async.ca.shared.global [{$r0}], [{$r1}], 8;", read_only_args=[target, source])
+
+
+def copy_bytes(target: Int32, source: Int64, size: Int32, full: Int32) -> None:
+    """Starts a bulk copy from global into shared memory, which the mbarrier `full` counts by its bytes. All addresses
+    but that one, and the size, are multiples of 16."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[target, source, size, full],
+    )
+
+
+def copy_to_both(target: Int32, source: Int64, size: Int32, full: Int32) -> None:
+    """The same into both CTAs of a cluster, at one place of their shared memory each, where each one's mbarrier counts
+    the bytes."""
+    cute.arch.inline_ptx(
+        "{ .reg .b16 both; mov.b16 both, 3; cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [{$r0}], [{$r1}], {$r2}, [{$r3}], both; }",
+        read_only_args=[target, source, size, full],
+    )
 
 
 def copy_fine_row(caches: Any, found: Row, target: Int32, full: Int32, geometry: Geometry) -> None:
@@ -765,16 +767,17 @@ def copy_fine_row(caches: Any, found: Row, target: Int32, full: Int32, geometry:
         return Int32(layout.code_bytes if layout.planar else layout.token_bytes)
 
     begin = of_either(found, Int32(0), Int32(VALUES - geometry.extra.code_bytes), geometry)
-    copy_bytes(target + begin, of_row(codes_address), of_either(found, *map(size, layouts), geometry), full, geometry)
+    copy_bytes(target + begin, of_row(codes_address), of_either(found, *map(size, layouts), geometry), full)
     if geometry.cache.planar:
         scales = of_either(found, *(Int32(layout.scales) for layout in layouts), geometry)
-        copy_bytes(target + VALUES, of_row(scales_address), scales, full, geometry)
+        copy_bytes(target + VALUES, of_row(scales_address), scales, full)
 
 
 @cute.jit
 def clear_row(storage: cutlass.Constexpr, stage: Int32, row: Int32, geometry: cutlass.Constexpr):
-    """Zeros in place of a row that no index names, by the row's two lanes. Nothing is read: a row of zeros in global
-    memory would be one that all CTAs copy at once, and requests for one line of L2 queue up."""
+    """Zeros in place of a row that no index names, by the row's two lanes; in layout v4 in place of its scales as well.
+    Nothing is read: a row of zeros in global memory would be one that all CTAs copy at once, and requests for one line
+    of L2 queue up."""
     side, chunks = cute.arch.lane_idx() % 2, geometry.row_bytes // 16
     # The second lane begins an odd multiple of 64 bytes behind the first one, at most half a row: so what eight lanes
     # store together lies in different banks.
@@ -833,50 +836,28 @@ def load(
     second = read_row(caches, place, token, row, geometry)
     has_looked = Boolean(False)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
-    blank = Int32(0)  # a bit a stage: whether this lane's row holds zeros already
-    spare = Int32(-1)
+    blank = Int32(0)  # a bit a stage: whether the warp's rows hold zeros already
+    spare = Int32(-1)  # what this lane copied for the tile before, where P lies in the tile's rows
     while first.there:
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
-        found, of_stage = first, Int32(1) << stage
-        if cutlass.const_expr(geometry.fills):
-            index = first.index
-            if votes != -1:
-                index = filled_index(first.index, votes, spare)
-                if not cute.arch.vote_any_sync(index >= 0):
+        index, of_stage = first.index, Int32(1) << stage
+        if votes != -1:
+            index = filled_index(first.index, votes, spare)
+            if not cute.arch.vote_any_sync(index >= 0):
+                if (blank & of_stage) == 0:
                     clear_row(storage, stage, row, geometry)
                     # Ahead of copies into these rows, a round of the stages later, which may be the other CTA's.
                     cute.arch.fence_view_async_shared()
-                    cute.arch.sync_warp()
-            found, spare = first._replace(index=index), index
-            with cute.arch.elect_one():
-                valid[warp, stage] = named_word(votes, first, geometry)
-                copied = cutlass.select_(index >= 0, Int32(ROWS * token_bytes(first, geometry)), Int32(0))
-                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
-            copy_row(caches, found, storage, stage, row, row_tile, geometry)
-        else:
-            with cute.arch.elect_one():
-                valid[warp, stage] = named_word(votes, first, geometry)
-                copied = Int32(cute.arch.popc(votes)) // 2 * token_bytes(first, geometry)
-                if votes == -1:
-                    cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
-                else:
-                    cute.arch.mbarrier_expect_tx(full + stage, copied)
-            copy_row(caches, found, storage, stage, row, row_tile, geometry)
-            if votes != -1:
-                # Behind the copies, whose way is longer.
-                if cutlass.const_expr(geometry.p_in_rows):
-                    blank = Int32(0)
-                if (first.index < 0) & ((blank & of_stage) == 0):
-                    clear_row(storage, stage, row, geometry)
-                if cutlass.const_expr(geometry.ctas > 1):  # the next copy may be the other CTA's
-                    cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
-                warp_arrive(full + stage)
-                # Ahead of copies into these rows, a round of the stages later.
-                cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-            blank = cutlass.select_(first.index < 0, blank | of_stage, blank & ~of_stage)
+        with cute.arch.elect_one():
+            valid[warp, stage] = named_word(votes, first, geometry)
+            copied = cutlass.select_(index >= 0, Int32(ROWS * token_bytes(first, geometry)), Int32(0))
+            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
+        if copies(row_tile, geometry) & (index >= 0):
+            copy_row(caches, first._replace(index=index), storage, stage, row, geometry)
+        if cutlass.const_expr(not geometry.p_in_rows):
+            blank = cutlass.select_(votes == 0, blank | of_stage, blank & ~of_stage)
         if cutlass.const_expr(geometry.layout == "v4"):
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
         stage, phase = stage_at(stage, phase, 1, geometry.stages)
@@ -891,11 +872,11 @@ def load(
                     place = begin_again(storage, walk, geometry)
                     second = read_row(caches, place, token, row, geometry)
         # Behind the copies, so that these wait for no index; the one read here is used a tile later.
-        if cutlass.const_expr(geometry.fills):
+        if cutlass.const_expr(geometry.p_in_rows):
             keeps = second.request == first.request
             if cutlass.const_expr(geometry.extra_page != 0):
                 keeps = keeps & (second.is_extra == first.is_extra)
-            spare = cutlass.select_(keeps, spare, Int32(-1))
+            spare = cutlass.select_(keeps, index, Int32(-1))
         first = named(second, caches, row, geometry)
         place = next_place(place, storage, walk, geometry)
         second = read_row(caches, place, token, row, geometry)
@@ -931,8 +912,9 @@ def copies(row_tile: Int32, geometry: Geometry) -> Boolean:
 
 
 def filled_index(index: Int32, votes: Int32, spare: Int32) -> Int32:
-    """This lane's index, or where it names no token that of the next lane below that names one, or of the last one of
-    all, or where none does `spare`. votes: of the warp, which lanes' indices name a token."""
+    """The cached token whose row a lane copies: `index`, if it names one. Else that of the next lane below that names
+    one, or if none below does, of the last lane that does. `spare`, if no lane of the warp names one. votes: a bit for
+    each lane, whether its index names a token."""
     below = votes & Int32(cute.arch.lanemask_le())
     source = Int32(cute.arch.bfind(Uint32(cutlass.select_(below != 0, below, votes))))
     found = Int32(cute.arch.shuffle_sync(index, source))
@@ -2668,7 +2650,6 @@ class SparseMlaV2Tiling(Tiling):
     workers: int = 0
     split_tokens: int = 0
     shortens: bool = False
-    forms: int = 0  # 1: rows that no index names get a copy of a row near them; 2: clusters with 64 heads a tile
 
     def geometry(self, pd: SparseProblem) -> Geometry:
         """What the code is made for."""
@@ -2677,7 +2658,7 @@ class SparseMlaV2Tiling(Tiling):
         page, extra_page = pages_of(pd)
         return Geometry(
             pd.h, n, pd.s, pd.layout, page, extra_page, pd.lengths, pd.extra_lengths, pd.sink, pd.paged,
-            pd.extra_layout, pd.strided_out, self.shortens, self.forms,
+            pd.extra_layout, pd.strided_out, self.shortens,
         )  # fmt: skip
 
     def validate(self, pd: SparseProblem, device: Device | None = None) -> Verdict:

@@ -261,16 +261,27 @@ def test_query_tiles_have_less_than_eight_rows_without_a_head() -> None:
     ]  # fmt: skip
 
 
-def test_two_query_tiles_of_48_heads_share_rows_in_a_cluster() -> None:
+def test_two_query_tiles_of_48_heads_and_more_share_rows_in_a_cluster() -> None:
     tiling = plan_type("cute-dsl/sparse_mla_v2").tiling_type
 
-    def ctas(heads: int = 0, **fields: Any) -> int:
-        return int(tiling(heads=heads).geometry(SparseProblem(b=128, **{"layout": "v32", **fields})).ctas)
+    def ctas(heads: int = 0, shortens: bool = False, **fields: Any) -> int:
+        made = tiling(heads=heads, shortens=shortens)
+        return int(made.geometry(SparseProblem(b=128, **{"layout": "v32", **fields})).ctas)
 
     assert ctas(h=96) == ctas(h=96, s=3) == ctas(h=96, lengths=True) == ctas(h=192, heads=48) == 2
     # One tile a query token, three of them, tiles of other heads, and P in a place of its own.
-    assert {ctas(h=48), ctas(h=144), ctas(h=128), ctas(h=96, heads=24), ctas(h=96, paged=True)} == {1}
+    assert {ctas(h=48), ctas(h=144), ctas(h=96, heads=24), ctas(h=96, paged=True)} == {1}
     assert ctas(h=96, layout="v4", extra=512) == 1
+    # With more heads a tile, where rows' last tokens are looked for.
+    assert ctas(h=128, shortens=True) == ctas(h=112, shortens=True) == ctas(h=256, s=2, shortens=True) == 2
+    assert {ctas(h=128), ctas(h=128, lengths=True), ctas(h=128, paged=True)} == {1}
+    assert {ctas(h=h, shortens=True) for h in (16, 64, 192)} == {1}
+    assert ctas(h=128, shortens=True, layout="v4", extra=512) == ctas(h=128, shortens=True, layout="v41") == 1
+    default = plan_type("cute-dsl/sparse_mla_v2")
+    assert [
+        default(pd, None, H200).tiling.geometry(pd).ctas
+        for pd in (SparseProblem(b=b, s=2, h=128, layout="v32") for b in (16, 32, 128))
+    ] == [1, 2, 2]
 
 
 def test_sinks_are_asked_for_ahead_of_the_search_with_query_tiles_of_64_heads() -> None:

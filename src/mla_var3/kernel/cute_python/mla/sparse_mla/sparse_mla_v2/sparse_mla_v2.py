@@ -51,8 +51,9 @@ version 1:
   656 bytes, and these copies queued up: a missing index cost more than a token.
 - Where all 16 rows of a warp are missing, it zeroes them in shared memory (`clear_row`), and remembers for each stage
   that its rows hold zeros already. A fence of the lanes that stored zeros stands in front of later bulk copies into
-  these rows, which write through another proxy. Where P lies in a tile's rows these do not stay zeros: a lane copies
-  the row again that it copied for the tile before.
+  these rows, which write through another proxy. With few query tokens it does so where most rows are missing
+  (`Geometry.zeroes_some`). Where P lies in a tile's rows these do not stay zeros: a lane copies the row again that it
+  copied for the tile before.
 - The load of an index waits for no length; an index behind the length is ignored a tile later.
 - Tiles behind the last one of a row that names a token are left out where no lengths are given and there are many rows
   (`look`): each split of the row has less in proportion, so nobody has to deal out anew. Producers begin as if rows
@@ -114,6 +115,7 @@ WARPS = WARPGROUP // 32
 PRODUCERS = 4  # warps
 THREADS = CONSUMER_THREADS + 32 * PRODUCERS
 ROWS = TOKENS // PRODUCERS  # of a tile, of each producer warp; two lanes each
+LEAST_NAMED = 4  # of these: with fewer that an index names, `Geometry.zeroes_some` has the others zeroed
 EVEN, ODD = 0, 1
 OWN, OTHER = 0, 1  # consumers, as one sees them
 HALF_PANELS = VALUES // PANEL // CONSUMERS  # of V, of one consumer
@@ -192,6 +194,13 @@ class Geometry:
         16 requests of 128 heads took 1.7 % longer in clusters."""
         wide = self.p_in_rows or (self.layout == "v32" and self.n > 48 and self.shortens)
         return 2 if wide and self.row_tiles % 2 == 0 else 1
+
+    @property
+    def zeroes_some(self) -> bool:
+        """Whether rows that no index names are zeroed, and get no copies, where indices name fewer than LEAST_NAMED
+        of a producer warp's rows. 16 copies of one row or two queue up in L2, which costs time where a CTA has few
+        tiles: with fewer than 48 heads in a query tile, where rows' last tokens are not looked for."""
+        return self.n < 48 and not self.shortens
 
     @property
     def asks_ahead(self) -> bool:
@@ -836,28 +845,32 @@ def load(
     second = read_row(caches, place, token, row, geometry)
     has_looked = Boolean(False)
     stage, phase, parity = Int32(0), Int32(0), Int32(0)
-    blank = Int32(0)  # a bit a stage: whether the warp's rows hold zeros already
+    blank = Int32(0)  # a bit a stage: whether this lane's row holds zeros already
     spare = Int32(-1)  # what this lane copied for the tile before, where P lies in the tile's rows
     while first.there:
         cute.arch.mbarrier_wait(empty + stage, phase ^ 1)
         votes = Int32(cute.arch.vote_ballot_sync(first.index >= 0))
         index, of_stage = first.index, Int32(1) << stage
-        if votes != -1:
-            index = filled_index(first.index, votes, spare)
-            if not cute.arch.vote_any_sync(index >= 0):
-                if (blank & of_stage) == 0:
-                    clear_row(storage, stage, row, geometry)
-                    # Ahead of copies into these rows, a round of the stages later, which may be the other CTA's.
-                    cute.arch.fence_view_async_shared()
-                cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            valid[warp, stage] = named_word(votes, first, geometry)
-            copied = cutlass.select_(index >= 0, Int32(ROWS * token_bytes(first, geometry)), Int32(0))
-            cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
-        if copies(row_tile, geometry) & (index >= 0):
-            copy_row(caches, first._replace(index=index), storage, stage, row, geometry)
-        if cutlass.const_expr(not geometry.p_in_rows):
-            blank = cutlass.select_(votes == 0, blank | of_stage, blank & ~of_stage)
+        if cutlass.const_expr(geometry.zeroes_some):
+            index = start_rows(caches, first, storage, stage, row, warp, votes, (blank & of_stage) != 0, geometry)
+            blank = cutlass.select_(index < 0, blank | of_stage, blank & ~of_stage)
+        else:
+            if votes != -1:
+                index = filled_index(first.index, votes, spare)
+                if not cute.arch.vote_any_sync(index >= 0):
+                    if (blank & of_stage) == 0:
+                        clear_row(storage, stage, row, geometry)
+                        # Ahead of copies into these rows, a round of the stages later, which may be the other CTA's.
+                        cute.arch.fence_view_async_shared()
+                    cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                valid[warp, stage] = named_word(votes, first, geometry)
+                copied = cutlass.select_(index >= 0, Int32(ROWS * token_bytes(first, geometry)), Int32(0))
+                cute.arch.mbarrier_arrive_and_expect_tx(full + stage, copied)
+            if copies(row_tile, geometry) & (index >= 0):
+                copy_row(caches, first._replace(index=index), storage, stage, row, geometry)
+            if cutlass.const_expr(not geometry.p_in_rows):
+                blank = cutlass.select_(votes == 0, blank | of_stage, blank & ~of_stage)
         if cutlass.const_expr(geometry.layout == "v4"):
             cute.arch.cp_async_mbarrier_arrive_noinc(full + stage)
         stage, phase = stage_at(stage, phase, 1, geometry.stages)
@@ -883,6 +896,36 @@ def load(
     if cutlass.const_expr(geometry.shortens):
         if not has_looked:
             meet(storage, Boolean(False))
+
+
+@cute.jit
+def start_rows(
+    caches: cutlass.Constexpr, first: Row, storage: cutlass.Constexpr, stage: Int32, row: Int32, warp: Int32,
+    votes: Int32, is_blank: Boolean, geometry: cutlass.Constexpr,
+) -> Int32:  # fmt: skip
+    """Starts the copies of a producer warp's rows of a tile where some rows are zeroed (`Geometry.zeroes_some`), and
+    arrives for them. Returns the cached token that this lane copies, -1 where its row holds zeros. votes: of the warp,
+    which lanes' indices name a token. is_blank: whether this lane's row holds zeros already."""
+    full, index, copying = storage.full.data_ptr() + stage, first.index, Int32(-1)
+    if votes != -1:
+        if cute.arch.popc(votes) >= 2 * LEAST_NAMED:
+            index = filled_index(first.index, votes, Int32(-1))
+        copying = Int32(cute.arch.vote_ballot_sync(index >= 0))
+    if copies(Int32(0), geometry) & (index >= 0):
+        copy_row(caches, first._replace(index=index), storage, stage, row, geometry)
+    if copying != -1:
+        # Behind the copies, whose way is longer.
+        if (index < 0) & ~is_blank:
+            clear_row(storage, stage, row, geometry)
+        # Ahead of copies into these rows, a round of the stages later.
+        cute.arch.fence_view_async_shared()
+        cute.arch.sync_warp()
+    valid = storage.valid.get_tensor(cute.make_layout((PRODUCERS, geometry.stages)))
+    with cute.arch.elect_one():
+        valid[warp, stage] = named_word(votes, first, geometry)
+        copied = Int32(cute.arch.popc(copying)) // 2 * token_bytes(first, geometry)
+        cute.arch.mbarrier_arrive_and_expect_tx(full, copied)
+    return index
 
 
 @cute.jit

@@ -107,7 +107,7 @@ def _cite(arguments: argparse.Namespace, root: Path) -> int:
     try:
         found = [find_record(records, name) for name in arguments.ids]
     except values.Unknown as error:
-        raise UserError(f"{error}.") from error
+        raise UserError(f"{error}: give the id of a record that is there, or how it begins.") from error
     other = found[1] if len(found) == 2 else None
     name = found[0]["id"] + (f" vs {other['id']}" if other else "")
     expressions = values.names(two=other is not None)

@@ -151,6 +151,12 @@ def check_integer(name: str, value: Any, low: int, most: int = MOST) -> None:
         raise UserError(f"problem.{name} = {value} is too large: use at most {most:,}.")
 
 
+def check_seed(name: str, seed: int) -> None:
+    """Raises `UserError` for a seed that no generator of random numbers takes. name: how the user gives it."""
+    if not 0 <= seed < 1 << 62:
+        raise UserError(f"{name} {seed} is no seed: use a whole number from 0 to {(1 << 62) - 1}.")
+
+
 def check_dtype(dtype: Any) -> None:
     """Raises `UserError` for a dtype that no workload has."""
     if dtype not in DTYPE_BYTES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -60,6 +61,24 @@ def test_every_field_of_a_workload_is_an_option() -> None:
 @needs_torch
 def test_a_field_of_another_workload_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "problem has no field 'rows'" in said(["check", "torch/flash_mla", "--device", "cpu", "--rows", "3"], capsys)
+
+
+@pytest.mark.parametrize("name", workload.names())
+def test_a_field_of_an_odd_type_is_named(name: str) -> None:
+    """What `--problem` and config files can hold, in fields that take something else: a sentence, or it is taken."""
+    kind = workload.get(name).problem
+    odd = ["nan", "", -1, 1.5, True, None, [], [1], [[1, 2]], [None], ["a"], {}, {"name": "ragged", "seed": "x"}]
+    for field in set(kind.fields()) - {"missing"}:
+        for value in (*odd, float("nan"), float("inf")):
+            with contextlib.suppress(UserError):
+                made = kind.from_record({field: value})
+                assert made.label and made.cost() and hash(made) is not None
+    if "softmax_scale" in kind.fields():
+        for value in ("nan", float("nan"), True, [1]):
+            with pytest.raises(
+                UserError, match=r"problem\.softmax_scale = .* is no finite number: use for example 0\.1"
+            ):
+                kind.from_record({"softmax_scale": value})
 
 
 # ---------------------------------------------------------------- numbers
@@ -177,7 +196,8 @@ def test_a_file_that_must_not_be_read_is_named(
     from mla_var3.cli import list as verb
 
     monkeypatch.setattr(verb, "run", lambda args: denied(here / "x"))
-    assert "x cannot be read or written: permission denied; give another file or folder" in said(["list"], capsys)
+    assert "x cannot be read or written: permission denied (--traceback shows by what)" in said(["list"], capsys)
+    assert "a cannot be read or written: file name too long" in said(["compare", "a" * 300], capsys)
 
 
 def test_overrides_may_stand_behind_hydras_flags(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

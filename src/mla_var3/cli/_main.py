@@ -79,8 +79,8 @@ def sentence(words: list[str], error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and (full := no_space(error)) is not None:
         return full
-    if isinstance(error, PermissionError | IsADirectoryError | NotADirectoryError) and error.filename is not None:
-        return f"{error.filename} cannot be read or written: {cause(error)}; give another file or folder."
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be read or written: {cause(error)} ({TRACEBACK} shows by what)."
     if isinstance(error, ModuleNotFoundError) and (said := absent(words[0], error.name or "")) is not None:
         return said
     mistake = mistakes.mistake_of(error)

@@ -159,8 +159,15 @@ def check_seed(name: str, seed: int) -> None:
 
 def check_dtype(dtype: Any) -> None:
     """Raises `UserError` for a dtype that no workload has."""
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise UserError(f"problem.dtype = {dtype!r} is unknown: {nearest(str(dtype), DTYPE_BYTES)}.")
+
+
+def check_scale(scale: Any) -> None:
+    """Raises `UserError` for a factor on q·k that is neither a finite number nor None, which stands for the default."""
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale is not None and not (number and math.isfinite(scale)):
+        raise UserError(f"problem.softmax_scale = {scale!r} is no finite number: use for example 0.1.")
 
 
 def check_bound(name: str, tensor: Any, shape: tuple[int, ...], dtype: str) -> None:

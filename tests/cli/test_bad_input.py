@@ -81,6 +81,15 @@ def test_a_field_of_an_odd_type_is_named(name: str) -> None:
                 kind.from_record({"softmax_scale": value})
 
 
+@pytest.mark.parametrize("verb", ["devlog", "knowledge"])
+def test_a_verbs_own_verbs_say_what_they_do(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in cli.load(verb).VERBS:
+        with pytest.raises(SystemExit):
+            cli.main([verb, name, "--help"])
+        usage, described, _ = capsys.readouterr().out.split("\n\n", 2)
+        assert usage.startswith(f"usage: mla-var3 {verb} {name}") and described[0].isupper() and described[-1] == "."
+
+
 # ---------------------------------------------------------------- numbers
 @pytest.mark.parametrize("name", workload.names())
 def test_a_number_that_no_device_can_hold_is_refused_at_once(name: str) -> None:

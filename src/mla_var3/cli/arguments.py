@@ -66,6 +66,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} ({self.prog} --help).")
 
 
+def add_verb(verbs: Any, name: str, says: str, **options: Any) -> argparse.ArgumentParser:
+    """The parser of a verb's own verb. says: in the list of verbs, and at the head of its help."""
+    made: argparse.ArgumentParser = verbs.add_parser(
+        name, help=says, description=f"{says[:1].upper()}{says[1:]}.", **options
+    )
+    return made
+
+
 def add_kernels(parser: argparse.ArgumentParser, count: str) -> None:
     """The kernels, `count` as argparse's nargs."""
     parser.add_argument("kernels", nargs=count, metavar="KERNEL", help="language/design[_vN]; * and ? are wildcards")

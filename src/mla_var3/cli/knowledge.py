@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mla_var3.cli.arguments import Parser, doing
+from mla_var3.cli.arguments import Parser, add_verb, doing
 from mla_var3.errors import UserError, nearest
 from mla_var3.files import read_text
 
@@ -33,12 +33,13 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: mla-var3 knowledge find --bound memory rows=16 tensor=35",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    check = verbs.add_parser("check", help="form, links and quoted records of every page; writes the index")
+    check = add_verb(verbs, "check", "check form, links and quoted records of every page, and write the index")
     check.add_argument("--frozen", action="store_true", help="write nothing: a stale index is something to mend")
     check.set_defaults(run=_check)
-    find = verbs.add_parser(
+    find = add_verb(
+        verbs,
         "find",
-        help="entries that fit a kernel, the best first",
+        "list the entries that fit a kernel or have some words, the best first",
         epilog="example: mla-var3 knowledge find --bound memory rows=16 b=128 tensor=35 --language cute-dsl",
     )
     find.add_argument("facts", nargs="*", metavar="NAME=VALUE|WORD", help="known facts, or words to search for")
@@ -50,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     find.add_argument("--arch", metavar="ARCH", help="only entries for it, as sm_90a")
     find.set_defaults(run=_find)
-    compile_ = verbs.add_parser("compile", help="compile the code blocks of pages, without a GPU")
-    compile_.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="default: all")
+    compile_ = add_verb(verbs, "compile", "compile the code blocks of pages, without a GPU")
+    compile_.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="pages (default: all that have blocks)")
     compile_.set_defaults(run=_compile)
     for verb in (check, find, compile_):
         verb.add_argument("--root", type=Path, help="folder with docs/knowledge and results/; default: found from here")

@@ -120,6 +120,8 @@ def test_a_number_that_no_device_can_hold_is_refused_at_once(name: str) -> None:
         (["sweep", "seed=-1"], "seed = -1 is no seed: use a whole number from 0 to"),
         (["sweep", "tilings=hello"], "tilings is a list: write for example 'tilings=[{num_splits: 1},{}]'"),
         (["sweep", "--cfg", "nope"], "--cfg 'nope' is unknown: valid: all, hydra, job"),
+        (["sweep", "--info", "nope"], "--info 'nope' is unknown: valid: all, config, defaults"),
+        (["report", "--picture", "map"], "--picture says which pictures, and not where: add --pictures DIR"),
         (["check", ""], "one of the names is empty: leave it out, or say what it is"),
         (["compare", ""], "one of the names is empty"),
         (["devlog", "cite", ""], "one of the names is empty"),

@@ -79,7 +79,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Writes and prints what was asked for; 0. Mistakes are raised as `UserError`."""
     page = bool(args.out or not (args.show or args.data or args.pictures))
+    if args.picture and not args.pictures:
+        raise UserError("--picture says which pictures, and not where: add --pictures DIR.")
     _writable(args, page)
+    _installed(page or bool(args.pictures), bool(args.data and args.data.endswith(".parquet")))
     if not args.files and not args.compare and (note := paths.records_elsewhere()):
         print(f"note: {note}", file=sys.stderr)
     with doing("reading records"):
@@ -90,7 +93,6 @@ def run(args: argparse.Namespace) -> int:
             + "".join(f" Left out: {line.count} {line.what}, {line.why}." for line in gathered.left_out[:3])
         )
     choice = _choice(args, gathered, sets)
-    _installed(page or bool(args.pictures), bool(args.data and args.data.endswith(".parquet")))
     if args.show:
         show(args.show, gathered, choice)
     if args.data:
@@ -106,8 +108,6 @@ def run(args: argparse.Namespace) -> int:
             print(path)
         if not written:
             raise UserError(f"none of these pictures has anything to show for {choice.device} in {choice.state}.")
-    elif args.picture:
-        raise UserError("--picture says which pictures, and not where: add --pictures DIR.")
     if page:
         from mla_var3.lab.report import traces
         from mla_var3.lab.report.page import write_page

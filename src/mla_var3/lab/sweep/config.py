@@ -32,7 +32,8 @@ LAUNCHERS = ("local", "ray")
 #: Hydra's own options: without a value, and with one in the next word.
 _FLAGS = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
 _VERBOSE = ("-v", "--verbose")
-_CFG = ("job", "hydra", "all")
+_CFG, _INFO = ("job", "hydra", "all"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_CHOICES = {"-c": _CFG, "--cfg": _CFG, "-i": _INFO, "--info": _INFO}
 _VALUED = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-dir")
 
 
@@ -294,8 +295,8 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     previous = ""
     for word in arguments:
         if previous in _VALUED:
-            if previous in ("-c", "--cfg") and word not in _CFG:
-                raise UserError(f"{previous} {word!r} is unknown: {nearest(word, _CFG)}.")
+            if word not in _CHOICES.get(previous, (word,)):
+                raise UserError(f"{previous} {word!r} is unknown: {nearest(word, _CHOICES[previous])}.")
             flags.append(word)
         elif word.startswith("-"):
             flag = word.split("=")[0]

@@ -83,9 +83,9 @@ WHAT = {
         "out from the indices where a row ends (`experiment=sparse_served`)."
     ),
     "unseen_sparse": (
-        "Problems of sparse decode that were drawn at random, from three seeds that no earlier run had used, with "
+        "Problems of sparse decode that were drawn at random, from four seeds that no earlier run had used, with "
         "contexts, heads, query tokens and page sizes that nobody tuned to (`experiment=unseen_sparse`, with "
-        "`seed=60811`, `71101` and `93303`). FlashAttention-3 reads a bf16 cache, as in `sparse_served`."
+        "`seed=60811`, `71101`, `93303` and `38113`). FlashAttention-3 reads a bf16 cache, as in `sparse_served`."
     ),
     "indexer_logits": (
         "Logits of the lightning indexer over contiguous keys in FP8, as prompts have them: the last query token sees "
@@ -168,10 +168,8 @@ MORE = {
         "`top128+512` are 128 indices into a window and 512 into a second cache, and the last word says how contexts "
         "are drawn. In some problems a share of the indices names no token, which a name does not say: in "
         "`v32_b49_s3_h96_top2048_uniform` half of the query tokens have none at all, and FlashAttention-3 is given "
-        "their lengths, which are 0. The cells of layout v32 with 48 and 96 heads were measured before query tiles of "
-        "48 heads over this layout took their last changes (commits 21f03cd and 213c3c1). Those with sinks, query "
-        "tiles of 64 heads and 64 query tokens or more were measured before commit 054bc7f, which takes up to a "
-        "microsecond off such a call."
+        "their lengths, which are 0. The cells of the first three seeds were measured before indices that name no "
+        "token got copies of other rows (commits a1c50bf3 and 5fe58fc1), and those of seed 38113 with it."
     ),
     "prefill": (
         " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "
@@ -301,9 +299,17 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
             "h200/2026-11-28-sparse_decode-second.jsonl",
             "h200/2026-11-29-sparse_decode.jsonl",
             "h200/2026-11-29-sparse_decode-sinks.jsonl",
+            "h200/2026-11-29-sparse_decode-copies.jsonl",
         ),
-        "sparse_served": ("h200/2026-11-28-sparse_served.jsonl", "h200/2026-11-29-sparse_served.jsonl"),
-        "unseen_sparse": tuple(f"h200/2026-11-28-unseen_sparse-{seed}.jsonl" for seed in (60811, 71101, 93303)),
+        "sparse_served": (
+            "h200/2026-11-28-sparse_served.jsonl",
+            "h200/2026-11-29-sparse_served.jsonl",
+            "h200/2026-11-29-sparse_served-copies.jsonl",
+        ),
+        "unseen_sparse": (
+            *(f"h200/2026-11-28-unseen_sparse-{seed}.jsonl" for seed in (60811, 71101, 93303)),
+            "h200/2026-11-29-unseen_sparse-38113.jsonl",
+        ),
         "indexer_logits": "h200/2026-11-28-indexer_logits.jsonl",
         "indexer_paged": (
             "h200/2026-11-28-indexer_paged-v4.jsonl",

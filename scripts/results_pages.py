@@ -590,7 +590,8 @@ def against_each(name: str) -> str:
         for library, peer in EACH.get(name, {}).items():
             some = [r for r in here if label(r) == peer or not label(r).startswith("peer/")]
             words = f", cells of `results/{only}`" if only else ""
-            said += f"- Against {library} alone{words}: {summary(some).replace('Geometric', 'geometric', 1)}\n"
+            if mean := summary(some):  # a run need not have timed every library
+                said += f"- Against {library} alone{words}: {mean.replace('Geometric', 'geometric', 1)}\n"
     if name == "unseen_indexer":
         mean = summary(not_empty(live(records_of(MAIN, name))))
         said += f"- Of {EMPTY_FLOPS // 10**6} MFLOP and more: {mean.replace('Geometric', 'geometric', 1)}\n"

@@ -290,16 +290,17 @@ def test_pip_resolves_the_package_beside_an_engine(contract: Path, wheel: Path, 
 def test_every_package_of_an_extra_is_named_when_it_is_missing(
     repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`EXTRAS` knows each distribution of the extras by what is imported of it."""
+    """`EXTRAS` knows each distribution of the package and its extras by what is imported of it."""
     monkeypatch.setattr("mla_var3.errors.importable", lambda package: False)
-    asked = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = tomllib.loads((repo_root / "pyproject.toml").read_text())["project"]
+    asked = {"": project["dependencies"], **project["optional-dependencies"]}
     for extra, modules in EXTRAS.items():
         wanted = {Requirement(text).name for text in asked[extra]} - NOT_IMPORTED
         assert wanted <= {DISTRIBUTIONS.get(module, module) for module in modules}, extra
         for module in modules:
             sentence = absent("sweep", f"{module}.deeper")
             assert sentence is not None and sentence.endswith(f"not installed: {install(extra)}.")
-    assert absent("sweep", "torch") is None and absent("sweep", "mla_var3.nothing") is None
+    assert absent("sweep", "mla_var3.nothing") is None
     monkeypatch.setattr("mla_var3.errors.importable", lambda package: True)
     assert absent("sweep", "yaml.nothing") is None, "it is installed, and lacks that module"
 
@@ -307,10 +308,11 @@ def test_every_package_of_an_extra_is_named_when_it_is_missing(
 #: Distributions that have another name than what is imported of them.
 DISTRIBUTIONS = {
     "cutlass": "nvidia-cutlass-dsl", "cuda.tile": "cuda-tile", "jax_tvm_ffi": "jax-tvm-ffi", "hydra": "hydra-core",
-    "markdown_it": "markdown-it-py", "vl_convert": "vl-convert-python", "yaml": "pyyaml",
+    "markdown_it": "markdown-it-py", "vl_convert": "vl-convert-python", "yaml": "pyyaml", "tvm_ffi": "apache-tvm-ffi",
+    "elftools": "pyelftools",
 }  # fmt: skip
-#: cuTile's compilers are programs and libraries.
-NOT_IMPORTED = {"nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm"}
+#: cuTile's compilers are programs and libraries, and tvm_ffi finds the other by itself.
+NOT_IMPORTED = {"nvidia-cuda-tileiras", "nvidia-cuda-nvcc", "nvidia-nvvm", "torch-c-dlpack-ext"}
 
 # A machine that has nothing of some extras: importing what they bring fails as if it were not installed.
 BLOCK = """
@@ -345,7 +347,7 @@ print(choose(problem, Device.get("h200")).kernel.label, missing("cute-dsl"))
 plan = get_plan(KernelId.parse("torch/flash_mla"))(problem)
 print(plan.plan(*plan.prepare_inputs("cpu"))()[0].shape)
 """
-    done = _run(["-c", _without(*EXTRAS) + code], tmp_path, unpacked)
+    done = _run(["-c", _without(*filter(None, EXTRAS)) + code], tmp_path, unpacked)
     assert done.returncode == 0, done.stderr
     picked, attended = done.stdout.splitlines()
     assert picked.startswith("triton/") and picked.endswith("is not installed: pip install 'mla_var3[cute]'.")

@@ -12,8 +12,9 @@ from mla_var3.names import in_order
 
 EXIT_USER_ERROR = 2
 
-#: What the extras of this package bring, as it is imported. Everything else that is imported comes with the package.
+#: What the package itself and its extras bring, as it is imported.
 EXTRAS = {
+    "": ("torch", "triton", "tvm_ffi", "elftools"),
     "cute": ("cutlass",),
     "cutile": ("cuda.tile",),
     "jax": ("jax", "jax_tvm_ffi"),
@@ -56,8 +57,8 @@ def importable(package: str) -> bool:
 
 
 def absent(what: str, module: str) -> str | None:
-    """One sentence: `what` needs a package that is not installed, and which extra has it; None when no extra does, or
-    when the package is here and lacks such a module."""
+    """One sentence: `what` needs a package that is not installed, and what installs it; None when neither this package
+    nor an extra of it does, or when the package is here and lacks such a module."""
     for extra, modules in EXTRAS.items():
         found = next((name for name in modules if module == name or module.startswith(f"{name}.")), None)
         if found is not None and not importable(found):

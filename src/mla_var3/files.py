@@ -1,4 +1,5 @@
-"""Files that people asked for: a place that cannot take them is found first, and what stands there is never torn."""
+"""Files that people name: what cannot be read is named in one sentence; a place that cannot take a file is found before
+the work, and what stands there is never torn."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ _LEAST_SPACE = 1 << 20
 
 
 def cause(error: OSError) -> str:
-    """Why a file could not be written, in words."""
+    """Why a file could not be read or written, in words."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return "the disk is full" if full else (error.strerror or str(error)).lower()
 
@@ -40,15 +41,31 @@ def no_space(error: BaseException | None = None) -> str | None:
     return f"the disk is full ({where}): free some space, or name another folder in TMPDIR."
 
 
+def read_bytes(path: Path) -> bytes:
+    """What a file holds. Raises `UserError` that names it where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {cause(error)}; give another, or mend it.") from error
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises `UserError` that names it where it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it in that encoding.") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {cause(error)}; give another, or mend it.") from error
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The keys and values of a config file; nothing where it is empty. Raises `UserError` that names the file where it
-    is not UTF-8, not YAML, or has no keys."""
+    cannot be read, is not UTF-8, not YAML, or has no keys."""
     import yaml
 
     try:
-        said = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 (byte {error.start}): save it in that encoding.") from error
+        said = yaml.safe_load(read_text(path))
     except yaml.YAMLError as error:
         raise UserError(invalid_yaml(error, path)) from error
     if said is not None and not isinstance(said, dict):

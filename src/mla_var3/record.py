@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from mla_var3.errors import UserError
-from mla_var3.files import cause
+from mla_var3.files import cause, read_bytes
 from mla_var3.names import kernel_label
 from mla_var3.workload import problem_from_record
 
@@ -462,7 +462,7 @@ def _files(paths: Iterable[Path | str]) -> list[Path]:
 
 
 def _load_file(path: Path, result: LoadResult) -> None:
-    data = path.read_bytes()
+    data = read_bytes(path)
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -62,6 +63,33 @@ def test_a_field_of_another_workload_is_named(capsys: pytest.CaptureFixture[str]
     assert "problem has no field 'rows'" in said(["check", "torch/flash_mla", "--device", "cpu", "--rows", "3"], capsys)
 
 
+@pytest.mark.parametrize("name", workload.names())
+def test_a_field_of_an_odd_type_is_named(name: str) -> None:
+    """What `--problem` and config files can hold, in fields that take something else: a sentence, or it is taken."""
+    kind = workload.get(name).problem
+    odd = ["nan", "", -1, 1.5, True, None, [], [1], [[1, 2]], [None], ["a"], {}, {"name": "ragged", "seed": "x"}]
+    for field in set(kind.fields()) - {"missing"}:
+        for value in (*odd, float("nan"), float("inf")):
+            with contextlib.suppress(UserError):
+                made = kind.from_record({field: value})
+                assert made.label and made.cost() and hash(made) is not None
+    if "softmax_scale" in kind.fields():
+        for value in ("nan", float("nan"), True, [1]):
+            with pytest.raises(
+                UserError, match=r"problem\.softmax_scale = .* is no finite number: use for example 0\.1"
+            ):
+                kind.from_record({"softmax_scale": value})
+
+
+@pytest.mark.parametrize("verb", ["devlog", "knowledge"])
+def test_a_verbs_own_verbs_say_what_they_do(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in cli.load(verb).VERBS:
+        with pytest.raises(SystemExit):
+            cli.main([verb, name, "--help"])
+        usage, described, _ = capsys.readouterr().out.split("\n\n", 2)
+        assert usage.startswith(f"usage: mla-var3 {verb} {name}") and described[0].isupper() and described[-1] == "."
+
+
 # ---------------------------------------------------------------- numbers
 @pytest.mark.parametrize("name", workload.names())
 def test_a_number_that_no_device_can_hold_is_refused_at_once(name: str) -> None:
@@ -83,6 +111,28 @@ def test_a_number_that_no_device_can_hold_is_refused_at_once(name: str) -> None:
         (["check", "torch/flash_mla", "--lengths", "5,-1"], "--lengths 5,-1 has -1: give each request at least 0"),
         (["check", "torch/flash_mla", "--lengths", "5,1.5"], "--lengths '1.5' is not a whole number"),
         (["compile", "triton/flash_mla", "--jobs", "-1"], "--jobs -1 is below 0: give a number of processes"),
+        (["check", "torch/flash_mla", "--b", "1.5"], "--b '1.5' is not a whole number (mla-var3 check --help)"),
+        (["check", "torch/flash_mla", "--sanitize-timeout", "x"], "--sanitize-timeout 'x' is not a number"),
+        (["check", "torch/flash_mla", "--lengths", "-1,5"], "one that begins with a minus is written --lengths=-1"),
+        (["check", "torch/flash_mla", "--lengths=-1,5"], "--lengths -1,5 has -1: give each request at least 0"),
+        (["check", "torch/flash_mla", "--seed", "9" * 30], "--seed " + "9" * 30 + " is no seed: use a whole number"),
+        (["check", "torch/flash_mla", "--seed", "-1"], "--seed -1 is no seed: use a whole number from 0 to"),
+        (["sweep", "seed=-1"], "seed = -1 is no seed: use a whole number from 0 to"),
+        (["sweep", "tilings=hello"], "tilings is a list: write for example 'tilings=[{num_splits: 1},{}]'"),
+        (["sweep", "--cfg", "nope"], "--cfg 'nope' is unknown: valid: all, hydra, job"),
+        (["sweep", "--info", "nope"], "--info 'nope' is unknown: valid: all, config, defaults"),
+        (["report", "--picture", "map"], "--picture says which pictures, and not where: add --pictures DIR"),
+        (["check", ""], "one of the names is empty: leave it out, or say what it is"),
+        (["compare", ""], "one of the names is empty"),
+        (["devlog", "cite", ""], "one of the names is empty"),
+        (["knowledge", "find", ""], "one of the names is empty"),
+        (["--bundle"], "--bundle takes a folder, and a verb stands behind it: mla-var3 --bundle DIR check KERNEL"),
+        (["compile", "triton/flash_mla", "--experiment", "decode"], "--experiment says what a bundle holds"),
+        (["clone", "cute-dsl/flash_mla", "9" * 30], "is above 9999: choose another version"),
+        (["knowledge", "find", "--language", "rust"], "--language 'rust' is unknown: valid: cute-dsl, cutile-dsl"),
+        (["knowledge", "find", "--arch", "hopper"], "--arch 'hopper' is no architecture: write it as in --arch sm_90a"),
+        (["knowledge", "compile", "nopage.md"], "nopage.md cannot be read: no such file or directory"),
+        (["sweep", "experiment=captured", "workload=nodir"], "nodir cannot be read: no such file or directory"),
         (["sweep", "jobs=-1"], "jobs = -1 is below 0: give at least 0"),
         (["sweep", "budget_s=-3"], "budget_s = -3 is below 0"),
         (["sweep", "experiment.name=a/b"], "experiment.name = 'a/b' names a file: use letters, digits"),
@@ -110,6 +160,62 @@ def test_a_sweep_is_refused_before_it_is_planned(monkeypatch: pytest.MonkeyPatch
             monkeypatch.setattr(Device, "detect", staticmethod(lambda index=0: Device.get("h200")))
         with pytest.raises(UserError, match=word.split("=")[0]):
             run.main(words)
+
+
+# ---------------------------------------------------------------- files that cannot be read
+LATIN = b"# caf\xe9\n"
+
+
+def test_a_page_that_is_not_utf8_is_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "latin.md").write_bytes(LATIN)
+    assert "latin.md is not UTF-8 (byte 5): save it in that encoding" in said(
+        ["knowledge", "compile", "latin.md"], capsys
+    )
+    folder = here / "docs" / "knowledge" / "optimizations"
+    folder.mkdir(parents=True)
+    (folder / "page.md").write_bytes(LATIN)
+    (here / "results").mkdir()
+    (here / "devlogs").mkdir()
+    (here / "devlogs" / "page.md").write_bytes(LATIN)
+    for words in (["knowledge", "check", "--root", "."], ["devlog", "check", "--root", ".", "devlogs/page.md"]):
+        assert "page.md is not UTF-8 (byte 5): save it in that encoding" in said(words, capsys)
+
+
+def test_captured_calls_that_are_none_are_named_by_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "latin.jsonl").write_bytes(LATIN)
+    (here / "list.jsonl").write_text("\n[1, 2]\n")
+    words = ["sweep", "experiment=captured"]
+    assert "latin.jsonl is not UTF-8 (byte 5)" in said([*words, "workload=latin.jsonl"], capsys)
+    sentence = said([*words, "workload=list.jsonl"], capsys)
+    assert "list.jsonl, line 2, is no workload of flashinfer-bench" in sentence and "MLA_VAR3_CAPTURE" in sentence
+
+
+def test_a_file_that_must_not_be_read_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where nobody looked for that: the last words of the command are a sentence."""
+
+    def denied(path: Path, *_: Any, **__: Any) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    (here / "a.jsonl").write_text("{}\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", denied)
+        assert "a.jsonl cannot be read: permission denied; give another, or mend it" in said(
+            ["compare", "a.jsonl"], capsys
+        )
+    from mla_var3.cli import list as verb
+
+    monkeypatch.setattr(verb, "run", lambda args: denied(here / "x"))
+    assert "x cannot be read or written: permission denied (--traceback shows by what)" in said(["list"], capsys)
+    assert "a cannot be read or written: file name too long" in said(["compare", "a" * 300], capsys)
+
+
+def test_overrides_may_stand_behind_hydras_flags(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where there is a conf/ of the user's own, which makes an override that stands in front of them."""
+    (here / "conf" / "experiment").mkdir(parents=True)
+    assert cli.main(["sweep", "--cfg", "job", "experiment=decode"]) == 0
+    assert "name: decode" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------- names

@@ -128,6 +128,16 @@ def test_target_version_names_and_numbers() -> None:
         clone.target_version(base, "0", family)
 
 
+def test_numbers_of_retired_versions_are_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = {f"torch/{name}": ("0123abcd", Path("x.md")) for name in ("toy_v4", "toy", "toy_more_v9", "atoy_v9")}
+    monkeypatch.setattr(clone, "retired", lambda: gone)
+    family = [KernelId("torch", "mla", "toy", 1)]
+    assert clone.target_version(family[0], None, family).version == 5
+    assert clone.target_version(family[0], "3", family).version == 3
+    with pytest.raises(UserError, match="torch/toy_v4 is retired, and its devlog stays: choose another version, 5"):
+        clone.target_version(family[0], "4", family)
+
+
 def test_bad_sources_are_refused(design: Path) -> None:
     (design / "flash_toy_parts.py").write_text("def broken(:\n")
     with pytest.raises(UserError, match=r"flash_toy_parts.py, line 1: .*starts from code that runs"):

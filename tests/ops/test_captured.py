@@ -162,5 +162,5 @@ def test_a_trace_of_others_is_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no workload of MLA"):
         captured.problems(file)
     file.write_text("{")
-    with pytest.raises(UserError, match="holds no workloads of flashinfer-bench"):
+    with pytest.raises(UserError, match="line 1, is no workload of flashinfer-bench"):
         captured.problems(file)

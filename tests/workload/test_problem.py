@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -261,3 +262,11 @@ def test_problems_have_the_default_models_heads_and_widths(repo_root: Path) -> N
         assert same or name in ("norm", "indexer_logits", "topk", "indexer_topk", "index_append", "indexed_append"), (
             name
         )  # not of a model's heads
+
+
+@pytest.mark.parametrize("name", workload.names())
+def test_every_field_is_described(name: str) -> None:
+    """Fields are options of the command line: a reader finds each in the class's docstring, or in that of its base."""
+    kind = workload.get(name).problem
+    said = " ".join(base.__doc__ or "" for base in kind.__mro__ if base.__module__.startswith("mla_var3"))
+    assert [field for field in kind.fields() if not re.search(rf"\b{field}\b", said)] == []

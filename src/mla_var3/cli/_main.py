@@ -12,7 +12,7 @@ from typing import Any
 
 from mla_var3.cli.arguments import Parser
 from mla_var3.errors import EXIT_USER_ERROR, UserError, absent, nearest
-from mla_var3.files import no_space
+from mla_var3.files import cause, no_space
 from mla_var3.toolchain import mistakes
 
 PROG = "mla-var3"
@@ -79,6 +79,8 @@ def sentence(words: list[str], error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and (full := no_space(error)) is not None:
         return full
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be read or written: {cause(error)} ({TRACEBACK} shows by what)."
     if isinstance(error, ModuleNotFoundError) and (said := absent(words[0], error.name or "")) is not None:
         return said
     mistake = mistakes.mistake_of(error)
@@ -90,7 +92,9 @@ def sentence(words: list[str], error: Exception) -> str | None:
 
 def run_words(words: list[str]) -> int:
     """Runs the verb that the first word names; one with actions of its own gets the other words untouched."""
-    if words[:1] == ["--bundle"] and len(words) > 2:
+    if words[:1] == ["--bundle"]:
+        if len(words) < 3:
+            raise UserError(f"--bundle takes a folder, and a verb stands behind it: {PROG} --bundle DIR check KERNEL.")
         from mla_var3.toolchain.bundle import open_bundle
 
         open_bundle(Path(words[1]))

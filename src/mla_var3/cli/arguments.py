@@ -38,9 +38,18 @@ def doing(what: str) -> Iterator[None]:
 class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line, with the nearest valid choice."""
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = list(sys.argv[1:] if args is None else args)
+        # What `"$NAME"` of a shell gives where NAME is not set; an option that gets it is as one that is left out.
+        if any(not word and not before.startswith("-") for before, word in zip(["", *words], words, strict=False)):
+            self.error("one of the names is empty: leave it out, or say what it is")
+        return super().parse_args(words, namespace)
+
     def error(self, message: str) -> NoReturn:
         unknown = re.match(r"unrecognized arguments: (-\S+)", message)
         invalid = re.match(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        number = re.match(r"argument (\S+): invalid (int|float) value: ('.*')", message)
+        alone = re.match(r"argument (\S+): expected (?:one|at least one) argument", message)
         if unknown:
             # Of subcommands too: what they do not know comes up to the parser above them.
             below = [p for a in self._actions if isinstance(a.choices, dict) for p in a.choices.values()]
@@ -50,7 +59,19 @@ class Parser(argparse.ArgumentParser):
         elif invalid:
             choices = [part.strip().strip("'") for part in invalid[3].split(",")]
             message = f"{invalid[1]} {invalid[2]!r} is unknown: {nearest(invalid[2], choices)}"
+        elif number:
+            message = f"{number[1]} {number[3]} is not a {'whole ' * (number[2] == 'int')}number"
+        elif alone:
+            message = f"{alone[1]} takes a value; one that begins with a minus is written {alone[1]}=-1"
         raise UserError(f"{message} ({self.prog} --help).")
+
+
+def add_verb(verbs: Any, name: str, says: str, **options: Any) -> argparse.ArgumentParser:
+    """The parser of a verb's own verb. says: in the list of verbs, and at the head of its help."""
+    made: argparse.ArgumentParser = verbs.add_parser(
+        name, help=says, description=f"{says[:1].upper()}{says[1:]}.", **options
+    )
+    return made
 
 
 def add_kernels(parser: argparse.ArgumentParser, count: str) -> None:

@@ -25,7 +25,7 @@ from mla_var3.cutile_cpu.errors import KernelFault
 from mla_var3.device import Device
 from mla_var3.errors import EXIT_USER_ERROR, Unsupported, UserError
 from mla_var3.toolchain import mistakes
-from mla_var3.workload import DEFAULT
+from mla_var3.workload import DEFAULT, check_seed
 
 if TYPE_CHECKING:
     from mla_var3.catalogue.registry import KernelId
@@ -79,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     from mla_var3.lab.sweep.plan import DISPATCH, select_kernels
 
     debugging.prepare(args)
+    if args.seed is not None:
+        check_seed("--seed", args.seed)
     named = [pattern for pattern in args.kernels if pattern != DISPATCH]
     kernels = usable(named) if named else []
     absent = len(set(select_kernels(named))) - len(kernels) if named else 0

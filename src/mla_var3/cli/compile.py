@@ -69,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         if kind not in KINDS:
             raise UserError(f"--keep {kind!r} is unknown: {nearest(kind, KINDS)}.")
     workers = job_count(args)
+    if args.experiment is not None and not args.bundle:
+        raise UserError("--experiment says what a bundle holds: give --bundle DIR too, or a problem (--b, --h, --t).")
     if keep or args.bundle:
         check_folder(args.bundle or args.out, "--bundle" if args.bundle else "--out")
     if not args.kernels:

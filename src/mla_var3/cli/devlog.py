@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mla_var3.cli.arguments import Parser, doing
+from mla_var3.cli.arguments import Parser, add_verb, doing
 from mla_var3.errors import UserError, nearest
 
 HELP = "start, check, cite and render entries of the development log"
@@ -31,21 +31,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="mla-var3 devlog", description="One entry a version, checked against records.")
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    new = verbs.add_parser("new", help="start the entry of a version from its records")
+    new = add_verb(verbs, "new", "start the entry of a version from its records")
     new.add_argument("kernel", help="language/design[_vN], as `mla-var3 list` shows it")
-    new.add_argument("--records", nargs="+", default=[], metavar="FILE|ID", help="default: the newest of each cell")
-    new.add_argument("--force", action="store_true", help="start again where an entry exists")
+    new.add_argument(
+        "--records",
+        nargs="+",
+        default=[],
+        metavar="FILE|ID",
+        help="the records that it quotes (default: the newest of each cell)",
+    )
+    new.add_argument("--force", action="store_true", help="replace an entry that exists by a new start")
     new.set_defaults(run=_new)
     says = "compare entries, README.md and docs/ with the records they cite, and see that what they name exists"
-    check = verbs.add_parser("check", help=says)
+    check = add_verb(verbs, "check", says)
     check.add_argument(
         "paths", nargs="*", metavar="FILE|KERNEL", help="these pages or versions' entries alone; default: all of them"
     )
     check.set_defaults(run=_check)
-    cite = verbs.add_parser("cite", help="print every figure of a record, with its line for a .records file")
+    cite = add_verb(verbs, "cite", "print every figure of a record, with its line for a .records file")
     cite.add_argument("ids", nargs="+", metavar="ID", help="one record, or two to compare the first with the second")
     cite.set_defaults(run=_cite)
-    table = verbs.add_parser("table", help="print a Markdown comparison of timed records, and its .records file")
+    table = add_verb(verbs, "table", "print a Markdown comparison of timed records, and its .records file")
     table.add_argument("files", nargs="*", type=Path, metavar="FILE", help="record files or folders; default: results/")
     table.add_argument("--cells", nargs="+", default=[], metavar="CELL", help="only these; wildcards allowed")
     table.add_argument("--kernels", nargs="+", default=[], metavar="KERNEL", help="only these; wildcards allowed")
@@ -57,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         "--picks", action="store_true", help="a row a cell: what the dispatcher picks against the fastest library"
     )
     table.set_defaults(run=_table)
-    render = verbs.add_parser("render", help="a design's history as one HTML page, with its ladder as a picture")
+    render = add_verb(verbs, "render", "draw a design's history as one HTML page, with its ladder as a picture")
     render.add_argument("design", nargs="?", help="default: a page for each design that has entries")
     render.add_argument("--out", type=Path, metavar="DIR", help="where pages go (default out/devlog)")
     render.add_argument("--state", choices=["burst", "sustained"], default="burst", help="of the times (default burst)")
@@ -107,7 +113,7 @@ def _cite(arguments: argparse.Namespace, root: Path) -> int:
     try:
         found = [find_record(records, name) for name in arguments.ids]
     except values.Unknown as error:
-        raise UserError(f"{error}.") from error
+        raise UserError(f"{error}: give the id of a record that is there, or how it begins.") from error
     other = found[1] if len(found) == 2 else None
     name = found[0]["id"] + (f" vs {other['id']}" if other else "")
     expressions = values.names(two=other is not None)

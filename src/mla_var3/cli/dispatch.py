@@ -38,15 +38,27 @@ def main(words: Sequence[str]) -> int:
     action, rest = words[0], words[1:]
     if action not in ACTIONS:
         raise UserError(f"dispatch has no action {action!r}: {nearest(action, ACTIONS)}.")
-    return _show(Parser(prog="mla-var3 dispatch show", description=f"{ACTIONS['show']}.", allow_abbrev=False), rest)
+    return _show(
+        Parser(prog="mla-var3 dispatch show", description=f"{ACTIONS['show'].capitalize()}.", allow_abbrev=False), rest
+    )
 
 
 def _show(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     from mla_var3.workload import DEFAULT, get
 
     add_problem(parser)
-    parser.add_argument("--workload", default=DEFAULT, metavar="NAME", help="decode (default), norm, rope, gemm, ...")
-    parser.add_argument("--device", default="auto", metavar="KEY", help="default: the GPU here, else h200")
+    parser.add_argument(
+        "--workload",
+        default=DEFAULT,
+        metavar="NAME",
+        help="what is computed: decode (default), prefill, norm, rope, gemm, ...",
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        metavar="KEY",
+        help="a key of `mla-var3 list devices` (default: the GPU here, else h200)",
+    )
     args = parser.parse_args(list(words))
     if args.workload not in rules.served():
         raise UserError(f"--workload {args.workload!r} has no rules: {nearest(args.workload, rules.served())}.")

@@ -35,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="flashinfer-bench: versions that are solutions beside the dispatcher; cudnn-frontend: record files or "
         "folders (default: results/ and the shipped ones)",
     )  # fmt: skip
-    parser.add_argument("--format", required=True, choices=FORMATS, help="whose files")
+    parser.add_argument("--format", required=True, choices=FORMATS, help="the program that reads the files")
     parser.add_argument("--out", required=True, metavar="PATH", help="a folder, or the CSV file of cudnn-frontend")
-    parser.add_argument("--experiment", metavar="NAME", help="the cells of an experiment, not one problem")
-    parser.add_argument("--device", metavar="KEY", help="of cudnn-frontend: only records of this device")
+    parser.add_argument("--experiment", metavar="NAME", help="the cells of this experiment, in place of one problem")
+    parser.add_argument("--device", metavar="KEY", help="with cudnn-frontend: only records of this device")
     add_problem(parser)
 
 

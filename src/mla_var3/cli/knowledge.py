@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mla_var3.cli.arguments import Parser, doing
+from mla_var3.cli.arguments import Parser, add_verb, doing
 from mla_var3.errors import UserError, nearest
+from mla_var3.files import read_text
 
 HELP = "what was learned: entries that fit a kernel; check and compile the pages"
 
@@ -31,23 +33,26 @@ def _parser() -> argparse.ArgumentParser:
         epilog="example: mla-var3 knowledge find --bound memory rows=16 tensor=35",
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
-    check = verbs.add_parser("check", help="form, links and quoted records of every page; writes the index")
+    check = add_verb(verbs, "check", "check form, links and quoted records of every page, and write the index")
     check.add_argument("--frozen", action="store_true", help="write nothing: a stale index is something to mend")
     check.set_defaults(run=_check)
-    find = verbs.add_parser(
+    find = add_verb(
+        verbs,
         "find",
-        help="entries that fit a kernel, the best first",
+        "list the entries that fit a kernel or have some words, the best first",
         epilog="example: mla-var3 knowledge find --bound memory rows=16 b=128 tensor=35 --language cute-dsl",
     )
     find.add_argument("facts", nargs="*", metavar="NAME=VALUE|WORD", help="known facts, or words to search for")
     find.add_argument("--bound", choices=["compute", "memory"], help="what the limit of the problem is")
     find.add_argument("--record", metavar="ID", help="take the facts of a record")
-    find.add_argument("--kind", choices=["optimization", "anti-pattern"])
-    find.add_argument("--language", metavar="NAME", help="cute-dsl, cutile-dsl or triton")
+    find.add_argument("--kind", choices=["optimization", "anti-pattern"], help="only entries of this kind")
+    find.add_argument(
+        "--language", choices=["cute-dsl", "cutile-dsl", "triton"], help="only entries and pages that speak of it"
+    )
     find.add_argument("--arch", metavar="ARCH", help="only entries for it, as sm_90a")
     find.set_defaults(run=_find)
-    compile_ = verbs.add_parser("compile", help="compile the code blocks of pages, without a GPU")
-    compile_.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="default: all")
+    compile_ = add_verb(verbs, "compile", "compile the code blocks of pages, without a GPU")
+    compile_.add_argument("pages", nargs="*", type=Path, metavar="PAGE", help="pages (default: all that have blocks)")
     compile_.set_defaults(run=_compile)
     for verb in (check, find, compile_):
         verb.add_argument("--root", type=Path, help="folder with docs/knowledge and results/; default: found from here")
@@ -89,6 +94,8 @@ def _find(arguments: argparse.Namespace) -> int:
     from mla_var3.lab.knowledge import find
     from mla_var3.lab.knowledge.triggers import Facts
 
+    if arguments.arch is not None and not re.fullmatch(r"sm_\d+[af]?", arguments.arch):
+        raise UserError(f"--arch {arguments.arch!r} is no architecture: write it as in --arch sm_90a.")
     index = find.load_index(arguments.root and arguments.root / "docs" / "knowledge")
     words = [text for text in arguments.facts if "=" not in text]
     facts = find.facts_of_words(arguments.bound, [text for text in arguments.facts if "=" in text])
@@ -101,7 +108,7 @@ def _find(arguments: argparse.Namespace) -> int:
             with doing("reading records"):
                 record = find_record(load_records(_root(arguments))[0], arguments.record)
         except Unknown as error:
-            raise UserError(f"{error}.") from error
+            raise UserError(f"{error}: give the id of a record that is there, or how it begins.") from error
         known = find.facts_of_record(record)
         groups = {name: {**known.groups.get(name, {}), **facts.groups.get(name, {})} for name in known.groups}
         facts = Facts(facts.bound or known.bound, groups)
@@ -127,6 +134,8 @@ def _compile(arguments: argparse.Namespace) -> int:
     from mla_var3.lab.knowledge.check import pages_of
     from mla_var3.lab.knowledge.page import read
 
+    for path in arguments.pages:
+        read_text(path)  # a page that is not there is told before the others are compiled
     paths = arguments.pages or [p for p in pages_of(_root(arguments)) if blocks(read(p)[0])[0]]
     # One process a page: it replaces the compilers' entry points, and an error of one page is no other page's.
     codes = []

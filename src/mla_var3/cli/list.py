@@ -12,7 +12,11 @@ EPILOG = "example: mla-var3 list kernels"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", nargs="?", default="all", choices=["all", "kernels", "experiments", "models", "devices"]
+        "what",
+        nargs="?",
+        default="all",
+        choices=["all", "kernels", "experiments", "models", "devices"],
+        help="what to list (default all)",
     )
 
 

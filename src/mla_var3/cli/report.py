@@ -46,30 +46,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("burst", "sustained"),
         help="burst: a cool chip; sustained: at its power limit",
     )
-    parser.add_argument("--device", metavar="KEY", help="of tables and pictures (default: the one with most records)")
-    parser.add_argument("--cell", metavar="CELL", help="b128_s1_h128_t4096 (default: the one with most contenders)")
-    parser.add_argument("--design", metavar="NAME", help="of the ladder (default: the one with the most versions)")
-    parser.add_argument("--languages", nargs=2, metavar="NAME", help="to compare (default cutile-dsl cute-dsl)")
-    parser.add_argument("--compare", nargs=2, metavar="SET", help="two record files, folders, or sets of --show sets")
-    parser.add_argument("--show", nargs="+", choices=SHOWS, default=[], help="tables on the terminal")
+    parser.add_argument("--device", metavar="KEY", help="device that is shown (default: the one with most records)")
+    parser.add_argument(
+        "--cell",
+        metavar="CELL",
+        help="cell that is shown, as b128_s1_h128_t4096 (default: the one with most contenders)",
+    )
+    parser.add_argument(
+        "--design", metavar="NAME", help="design whose ladder is shown (default: the one with the most versions)"
+    )
+    parser.add_argument(
+        "--languages", nargs=2, metavar="NAME", help="two languages to compare (default cutile-dsl cute-dsl)"
+    )
+    parser.add_argument(
+        "--compare", nargs=2, metavar="SET", help="two record files, folders, or sets that --show sets lists"
+    )
+    parser.add_argument("--show", nargs="+", choices=SHOWS, default=[], help="print these tables on the terminal")
     parser.add_argument(
         "--profiles", nargs="+", metavar="DIR",
         help="where the page looks for traces of profile --mode trace (default out/profiles and the shipped ones)",
     )  # fmt: skip
-    parser.add_argument("--data", metavar="FILE", help="every timed record as .csv or .parquet")
-    parser.add_argument("--pictures", metavar="DIR", help="write pictures there")
+    parser.add_argument("--data", metavar="FILE", help="write every timed record as a table, .csv or .parquet")
+    parser.add_argument("--pictures", metavar="DIR", help="folder to write pictures into")
     parser.add_argument(
-        "--picture", nargs="+", metavar="NAME", help="only these: map, cell, roofline, ladder, languages, ..."
+        "--picture", nargs="+", metavar="NAME", help="only these pictures: map, cell, roofline, ladder, languages, ..."
     )
     parser.add_argument(
-        "--format", nargs="+", default=["svg"], choices=("svg", "png"), help="of pictures (default svg)"
+        "--format", nargs="+", default=["svg"], choices=("svg", "png"), help="file format of the pictures (default svg)"
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes and prints what was asked for; 0. Mistakes are raised as `UserError`."""
     page = bool(args.out or not (args.show or args.data or args.pictures))
+    if args.picture and not args.pictures:
+        raise UserError("--picture says which pictures, and not where: add --pictures DIR.")
     _writable(args, page)
+    _installed(page or bool(args.pictures), bool(args.data and args.data.endswith(".parquet")))
     if not args.files and not args.compare and (note := paths.records_elsewhere()):
         print(f"note: {note}", file=sys.stderr)
     with doing("reading records"):
@@ -80,7 +93,6 @@ def run(args: argparse.Namespace) -> int:
             + "".join(f" Left out: {line.count} {line.what}, {line.why}." for line in gathered.left_out[:3])
         )
     choice = _choice(args, gathered, sets)
-    _installed(page or bool(args.pictures), bool(args.data and args.data.endswith(".parquet")))
     if args.show:
         show(args.show, gathered, choice)
     if args.data:
@@ -96,8 +108,6 @@ def run(args: argparse.Namespace) -> int:
             print(path)
         if not written:
             raise UserError(f"none of these pictures has anything to show for {choice.device} in {choice.state}.")
-    elif args.picture:
-        raise UserError("--picture says which pictures, and not where: add --pictures DIR.")
     if page:
         from mla_var3.lab.report import traces
         from mla_var3.lab.report.page import write_page

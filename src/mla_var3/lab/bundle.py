@@ -420,14 +420,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bundle", metavar="DIR", help="make a bundle of compiled CuTe kernels, to run without a compiler"
     )
     parser.add_argument(
-        "--tilings", choices=("default", "tuning"), default="default", help="of the bundle: one, or the tuner's"
-    )
+        "--tilings", choices=("default", "tuning"), default="default",
+        help="which tilings of a kernel a bundle holds: its default one, or all that the tuner may pick",
+    )  # fmt: skip
     parser.add_argument(
-        "--experiment", metavar="NAME", help="of the bundle: the cells of an experiment, not one problem"
+        "--experiment", metavar="NAME", help="a bundle for the cells of this experiment, in place of one problem"
     )
     parser.add_argument(
         "--tp", type=int, metavar="N",
-        help="of the bundle, with --model and no KERNEL: what a server calls that divides the heads among N devices "
+        help="with --bundle and --model and no KERNEL: a bundle for a server that divides the heads among N devices "
         "(default 1)",
     )  # fmt: skip
 

@@ -21,7 +21,11 @@ from pathlib import Path
 
 from mla_var3 import paths
 from mla_var3.catalogue.registry import KernelId, all_kernels
+from mla_var3.catalogue.retired import retired
 from mla_var3.errors import UserError
+
+#: Of a version's number: a larger one is a slip of the hand.
+_LARGEST = 9999
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,19 @@ def camel(module_name: str) -> str:
 
 
 def target_version(source: KernelId, wanted: str | None, taken: Sequence[KernelId] | None = None) -> KernelId:
-    """The version to make: `wanted` ("3", "v3", "flash_mla_v3"), or one more than the newest of design and language."""
+    """The version to make: `wanted` ("3", "v3", "flash_mla_v3"), or one more than the newest of design and language,
+    retired ones included."""
     family = [
         k
         for k in (all_kernels() if taken is None else taken)
         if (k.language, k.layer, k.design) == (source.language, source.layer, source.design)
     ]
+    # The numbers of retired versions are taken as well: their devlogs stay.
+    base = re.escape(KernelId(source.language, source.layer, source.design, 0).label)
+    gone = [int(match[1] or 0) for label in retired() if (match := re.fullmatch(rf"{base}(?:_v(\d+))?", label))]
+    free = max([*(k.version for k in family), *gone], default=source.version) + 1
     if wanted is None:
-        number = max((k.version for k in family), default=source.version) + 1
+        number = free
     else:
         match = re.fullmatch(rf"(?:{re.escape(source.design)}_)?v?(\d+)", wanted)
         if match is None:
@@ -56,8 +65,11 @@ def target_version(source: KernelId, wanted: str | None, taken: Sequence[KernelI
         raise UserError("version 0 is the base version: a clone needs a number of at least 1.")
     clone = KernelId(source.language, source.layer, source.design, number)
     if clone in family:
-        free = max(k.version for k in family) + 1
         raise UserError(f"{clone.label} exists: choose another version, {free} is free.")
+    if number in gone:
+        raise UserError(f"{clone.label} is retired, and its devlog stays: choose another version, {free} is free.")
+    if number > _LARGEST:
+        raise UserError(f"version {number} is above {_LARGEST}: choose another version, {free} is free.")
     return clone
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mla_var3.errors import UserError
-from mla_var3.files import write_whole
+from mla_var3.files import read_text, write_whole
 from mla_var3.workload.decode import MlaProblem
 from mla_var3.workload.prefill import PrefillProblem
 from mla_var3.workload.sparse_decode import SparseProblem, input_names
@@ -207,6 +207,9 @@ def safetensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 # ---------------------------------------------------------------- reading
+_GIVE = "give a file or folder that MLA_VAR3_CAPTURE or flashinfer-bench made"
+
+
 def problems(path: Path) -> list[Problem]:
     """The problems of workloads of flashinfer-bench: of a .jsonl file, or of all below a folder, each once. Their
     definitions are MLA over pages, MLA of prompts, and sparse attention (DSA); others are passed over. Raises
@@ -214,14 +217,16 @@ def problems(path: Path) -> list[Problem]:
     files = sorted(path.rglob("*.jsonl")) if path.is_dir() else [path]
     found: dict[Problem, None] = {}
     for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-            for line in filter(None, lines):
-                found.update(dict.fromkeys(_read(json.loads(line), file)))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{file} holds no workloads of flashinfer-bench ({error}).") from error
+        for number, line in enumerate(read_text(file).splitlines(), start=1):
+            try:
+                found.update(dict.fromkeys(_read(json.loads(line), file) if line else ()))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise UserError(
+                    f"{file}, line {number}, is no workload of flashinfer-bench ({type(error).__name__}: {error}): "
+                    f"{_GIVE}."
+                ) from error
     if not found:
-        raise UserError(f"{path} holds no workload of MLA or of sparse attention (DSA) of flashinfer-bench.")
+        raise UserError(f"{path} holds no workload of MLA or of sparse attention (DSA) of flashinfer-bench: {_GIVE}.")
     return list(found)
 
 

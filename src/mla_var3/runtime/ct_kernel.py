@@ -48,10 +48,13 @@ def _interpret(grid: Any, kernel: Any, args: Any) -> None:
 
 
 class CtKernel(BaseKernel):
-    """Launches a `@ct.kernel` function over `grid_fn(tiling)` blocks with `args_fn(tiling)`.
+    """Launches a cuTile kernel, the `@ct.kernel` function `kernel_fn`: on the GPU, or in the interpreter where its
+    tensors are on the CPU.
 
-    hints_fn(tiling): num_worker_warps, num_ctas, occupancy, opt_level as a dictionary. signature_fn(tiling): the
-    `KernelSignature` to compile for when there are no tensors.
+    grid_fn(tiling): the number of blocks along up to three axes. args_fn(tiling): the kernel's arguments in order,
+    tensors and constants. input_tensors, output_tensors: those of the call. hints_fn(tiling): compiler hints as a
+    dictionary with any of num_worker_warps, num_ctas, occupancy and opt_level. signature_fn(tiling): the
+    `KernelSignature` to compile for when there are no tensors. The other arguments are those of `CuteKernel`.
     """
 
     def __init__(

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
 
 
 class CuteKernel(BaseKernel):
-    """Wraps CuTe's two levels: a `@cute.jit` host function that launches, and a `@cute.kernel` device function.
+    """A kernel in CuTe DSL has two functions: a `@cute.jit` host function that launches, and the `@cute.kernel` device
+    function that it launches. This class holds what is called and what compiles.
 
-    kernel_fn: the device function (it names the kernel). launch_fn(tiling): launches on the current stream; it holds
-    the tensors and the compiled host function. compile_fn(tiling, device, out_dir=None, keep=()): compiles from fake
-    tensors, with no GPU, and returns a `CompiledKernel`.
+    kernel_fn: the device function, which names the kernel. launch_fn(tiling): launches on the current stream; it is a
+    closure over the tensors and the compiled host function. input_tensors, output_tensors: those of the call, outputs
+    allocated already. tiling, autotune_configs: the knobs in use, and those that a tuner may try.
+    algorithmic_flops_bytes_fn(tiling): FLOPs and least bytes of a call, for the roofline. compile_fn(tiling, device,
+    out_dir=None, keep=()): compiles from fake tensors, with no GPU, and returns a `CompiledKernel`; without it
+    `compile` raises `UserError`.
     """
 
     def __init__(

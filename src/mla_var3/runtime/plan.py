@@ -27,12 +27,20 @@ def require_int32(**tensors: Any) -> None:
 
 
 class KernelPlan(ABC):
-    """One version of a design for one problem and tiling. Subclasses live one a file; the registry names them.
+    """One version of a design, for one problem, tiling and device. A version's file has one subclass, and the registry
+    names the version by the file's place.
 
-    A subclass sets `workload`, `tiling_type` and `requires`, and implements `default_tiling`, `autotune_configs`,
-    `plan` and `plan_empty`. Inputs, oracle and costs are the workload's. Compiled functions go into `self.compiled`,
-    which rebinding and retuning share, and which other plans of the version may be given; that is what makes binding
-    free of compilation.
+    A subclass sets `workload` (what is computed), `tiling_type` (its knobs) and `requires` (architectures and problems
+    that it is written for), and implements `default_tiling`, `autotune_configs`, `plan` and `plan_empty`. Inputs,
+    oracle and costs are the workload's.
+
+        plan = OutputGatePlan(problem, None, Device.get("h200"))    None: the default tiling
+        plan.require()                                              raises where problem, tiling or device do not fit
+        kernel = plan.plan(*plan.prepare_inputs())                  on the GPU
+        out, = kernel()
+
+    Compiled functions are kept in `self.compiled`. Plans that `rebind` and `with_tiling` make share it, so that other
+    tensors of the same problem class are bound without compiling.
     """
 
     workload: ClassVar[Workload]
@@ -42,18 +50,20 @@ class KernelPlan(ABC):
     uses: ClassVar[tuple[str, ...]] = ()
     deterministic: ClassVar[bool] = True
     graph_capturable: ClassVar[bool] = True
-    #: Whether the code for inputs with gaps between their rows (option "strided") is that for contiguous ones, as where
-    #: TMA descriptors carry the strides: a call's problem need not say then which it has.
+    #: Whether one piece of code reads contiguous inputs and those with gaps between their rows (option "strided"), as
+    #: where TMA descriptors carry the strides: then a call's problem need not say which of the two it has.
     reads_any_strides: ClassVar[bool] = False
-    #: Labels of the versions that a pipeline is made of, with whichever tiling. The source hash of the pipeline covers
-    #: them; the registry reads them without running the file, so that they stand there as a literal.
+    #: Of a pipeline, the labels of the versions that it is made of ("cute-dsl/flash_mla_v23"). Its source hash covers
+    #: them. The registry reads them without running the file, so they must be written as a literal.
     parts: ClassVar[tuple[str, ...]] = ()
 
-    #: Whether a kernel that is planned for some tensors serves others of its problem class, of any sizes and strides,
-    #: once its own are pointed at their memory: it reads shapes when it launches, and no workspace depends on them.
+    #: Whether a kernel that was planned for some tensors also serves other tensors of its problem class, whatever their
+    #: sizes and strides. That holds where it reads shapes when it launches, and no workspace depends on them. The
+    #: engine (`mla_var3.ops.engine`) then points the kernel's own tensors at the memory of the others.
     any_size: ClassVar[bool] = False
 
-    #: Whether tensors are pointed at other memory between launches, so that what is planned must read addresses then.
+    #: Set by the engine, which points the kernel's tensors at other memory between launches: what is planned must read
+    #: addresses when it launches, and keep none of them.
     late_tensors: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -74,11 +84,11 @@ class KernelPlan(ABC):
     # ------------------------------------------------------------ for subclasses
     @abstractmethod
     def default_tiling(self) -> Tiling:
-        """A tiling that is feasible for the problem class and decent, without measuring."""
+        """A tiling that is feasible for problem and device, chosen by a model or by rules, without measuring."""
 
     @abstractmethod
     def autotune_configs(self) -> list[Tiling]:
-        """The tilings worth measuring; infeasible ones may be among them."""
+        """The tilings that the tuner tries (`bench --tune`); it leaves out those that are infeasible."""
 
     @abstractmethod
     def plan(self, *inputs: Any) -> BaseKernel:

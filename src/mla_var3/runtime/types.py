@@ -18,15 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tiling(ABC):
-    """The knobs of one kernel version. Subclasses are frozen dataclasses of plain values."""
+    """The knobs of one kernel version: sizes of tiles, numbers of stages, warps or splits. Each version has a subclass
+    of its own, a frozen dataclass whose fields are plain values, so that tilings can be compared, kept in records, and
+    made from them."""
 
+    #: Knobs that only the launch depends on, such as the grid. Tilings that differ in these share their compiled code.
     launch_fields: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def validate(self, pd: Any, device: Device | None = None) -> Verdict:
-        """Whether the problem and the device allow these knobs; a false verdict carries the numbers."""
+        """Whether these knobs fit the problem `pd` and, where one is given, the device: registers, shared memory, and
+        what the code assumes of sizes. A false verdict gives the reason in one sentence, with the numbers."""
 
     def to_record(self) -> dict[str, Any]:
+        """The knobs by name, as a record keeps them."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -41,17 +46,28 @@ class Tiling(ABC):
 
 @runtime_checkable
 class Kernel(Protocol):
-    """A runnable: compiled, called, timed. Calling launches on the current stream, allocates nothing, never waits."""
+    """What check, bench and sweep ask of a kernel. `BaseKernel` implements it for every language.
+
+    input_tensors, output_tensors: what it is bound to; empty for a kernel that was planned without tensors.
+    """
 
     name: str
     tiling: Any
     input_tensors: tuple[Any, ...]
     output_tensors: tuple[Any, ...]
 
-    def __call__(self) -> tuple[Any, ...]: ...
+    def __call__(self) -> tuple[Any, ...]:
+        """Launches on the current stream and returns the outputs. Allocates nothing, and does not wait for the GPU."""
+        ...
 
-    def bind(self, *inputs: Any) -> Kernel: ...
+    def bind(self, *inputs: Any) -> Kernel:
+        """The same kernel on other tensors of the same problem class; nothing is compiled."""
+        ...
 
-    def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel: ...
+    def compile(self, out_dir: Path | None, device: Device, keep: Sequence[str] = ()) -> CompiledKernel:
+        """Compiles for `device`, which need not be here, and reads back registers, shared memory and instructions."""
+        ...
 
-    def autotune(self, measure: Any) -> Any: ...
+    def autotune(self, measure: Any) -> Any:
+        """Times every feasible tiling by `measure(kernel)`, which gives a time; adopts the fastest and returns it."""
+        ...

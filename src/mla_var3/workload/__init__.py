@@ -151,10 +151,23 @@ def check_integer(name: str, value: Any, low: int, most: int = MOST) -> None:
         raise UserError(f"problem.{name} = {value} is too large: use at most {most:,}.")
 
 
+def check_seed(name: str, seed: int) -> None:
+    """Raises `UserError` for a seed that no generator of random numbers takes. name: how the user gives it."""
+    if not 0 <= seed < 1 << 62:
+        raise UserError(f"{name} {seed} is no seed: use a whole number from 0 to {(1 << 62) - 1}.")
+
+
 def check_dtype(dtype: Any) -> None:
     """Raises `UserError` for a dtype that no workload has."""
-    if dtype not in DTYPE_BYTES:
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
         raise UserError(f"problem.dtype = {dtype!r} is unknown: {nearest(str(dtype), DTYPE_BYTES)}.")
+
+
+def check_scale(scale: Any) -> None:
+    """Raises `UserError` for a factor on q·k that is neither a finite number nor None, which stands for the default."""
+    number = isinstance(scale, int | float) and not isinstance(scale, bool)
+    if scale is not None and not (number and math.isfinite(scale)):
+        raise UserError(f"problem.softmax_scale = {scale!r} is no finite number: use for example 0.1.")
 
 
 def check_bound(name: str, tensor: Any, shape: tuple[int, ...], dtype: str) -> None:

@@ -63,7 +63,8 @@ class ChunkedClass:
 class ChunkedProblem(Problem):
     """b requests. s: new tokens of each. t: its cached tokens, these among them. lengths: "uniform", or pairs [new,
     cached], one a request. h: heads. k, p: columns of latent and rope. d: columns of a head without rope, and of a
-    value. page: tokens a cache page. Raises `UserError`, naming the field, when it makes no sense."""
+    value. page: tokens a cache page. dtype: of queries, cache and weight. Raises `UserError`, naming the field, when it
+    makes no sense."""
 
     workload: ClassVar[str] = "chunked_prefill"
 

@@ -135,6 +135,7 @@ from mla_var3.workload import (
     Workload,
     check_dtype,
     check_integer,
+    check_scale,
 )
 
 if TYPE_CHECKING:
@@ -222,7 +223,7 @@ class MlaProblem(Problem):
         if isinstance(t, Sequence) and not isinstance(t, str):
             object.__setattr__(self, "lengths", tuple(t))
             object.__setattr__(self, "b", len(t))
-            object.__setattr__(self, "t", max((int(x) for x in t), default=0))
+            object.__setattr__(self, "t", max((x for x in t if isinstance(x, int)), default=0))
         self._freeze_lengths()
         for name in ("b", "s"):
             check_integer(name, getattr(self, name), 1, MOST_LISTED)
@@ -235,6 +236,7 @@ class MlaProblem(Problem):
         if self.page is not None:
             check_integer("page", self.page, 1)
         check_dtype(self.dtype)
+        check_scale(self.softmax_scale)
         for name in ("causal", *_FLAGS):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
@@ -253,7 +255,8 @@ class MlaProblem(Problem):
             unknown = set(value) - {"name", "seed"}
             if unknown or "name" not in value:
                 raise UserError(f"problem.lengths = {dict(value)!r} needs the fields name and seed, and no others.")
-            name, seed = str(value["name"]), int(value.get("seed", 0))
+            name, seed = str(value["name"]), value.get("seed", 0)
+            check_integer("lengths.seed", seed, 0)
             if name not in LENGTH_NAMES:
                 raise UserError(f"problem.lengths name {name!r} is unknown: {nearest(name, LENGTH_NAMES)}.")
             value = "uniform" if name == "uniform" else (("name", name), ("seed", seed))

@@ -66,8 +66,8 @@ class GemmClass:
 @dataclass(frozen=True)
 class GemmProblem(Problem):
     """side: which of the two products. tokens: of all requests together. h: heads. k, p: columns of latent and rope.
-    d: columns of a head without rope. rest: elements of nobody between tokens of x. Raises `UserError`, naming the
-    field, when it makes no sense."""
+    d: columns of a head without rope. rest: elements between tokens of x that belong to something else. dtype: of all
+    tensors. Raises `UserError`, naming the field, when it makes no sense."""
 
     workload: ClassVar[str] = "gemm"
     layer: ClassVar[str] = "gemm"

@@ -98,7 +98,7 @@ class IndexAppendProblem(Problem):
         for name in ("interleaved", "powers"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
-        if self.index not in INDICES:
+        if not isinstance(self.index, str) or self.index not in INDICES:
             raise UserError(f"problem.index = {self.index!r} is unknown: {nearest(str(self.index), INDICES)}.")
         if self.dtype != "bf16":
             raise UserError(f"problem.dtype = {self.dtype!r} is not taken: keys are bf16 in front of their codes.")

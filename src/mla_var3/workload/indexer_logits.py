@@ -113,9 +113,9 @@ class IndexerLogitsClass:
 
 @dataclass(frozen=True)
 class IndexerLogitsProblem(RangedProblem):
-    """b, s, t: requests, their query tokens and cached tokens. heads: of the indexer. table: whether there is a page
-    table, which says which form it is. dtype: of the logits. Raises `UserError`, naming the field, when it makes no
-    sense."""
+    """b, s, t: requests, their query tokens and cached tokens. heads: of the indexer. table: whether keys lie in pages
+    of a cache, the form of decode; without a page table they lie in order, the form of prompts. lengths: "uniform" or
+    "ragged". dtype: of the logits. Raises `UserError`, naming the field, when it makes no sense."""
 
     workload: ClassVar[str] = "indexer_logits"
     layer: ClassVar[str] = "indexer"

@@ -79,8 +79,8 @@ class LayerClass:
 class LayerProblem(Problem):
     """b: requests. t: cached tokens of each, the new one included. lengths: as of `MlaProblem`, where they differ.
     h: heads. hidden: columns of a hidden state. q_rank: of the compressed query. k, p: of latent and rope. d: columns
-    of a head without rope, and of a value. page: tokens a cache page. Raises `UserError`, naming the field, when it
-    makes no sense."""
+    of a head without rope, and of a value. page: tokens a cache page. dtype: of states, weights and cache. Raises
+    `UserError`, naming the field, when it makes no sense."""
 
     workload: ClassVar[str] = "layer"
 

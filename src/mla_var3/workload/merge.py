@@ -61,7 +61,7 @@ class MergeClass:
 @dataclass(frozen=True)
 class MergeProblem(Problem):
     """parts: of a sequence. tokens, h: query tokens of all requests, and heads; a row is one of each. k: columns.
-    Raises `UserError`, naming the field, when it makes no sense."""
+    dtype: of partials and result. Raises `UserError`, naming the field, when it makes no sense."""
 
     workload: ClassVar[str] = "merge"
     layer: ClassVar[str] = "merge"

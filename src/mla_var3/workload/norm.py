@@ -64,8 +64,8 @@ class NormClass:
 @dataclass(frozen=True)
 class NormProblem(Problem):
     """rows: of x. width, second: columns of the norms; second 0: there is one norm. rest: columns of x's rows that
-    belong to nobody. residual: whether one is added. eps: added to the mean square. Raises `UserError`, naming the
-    field, when it makes no sense."""
+    belong to something else. residual: whether one is added. eps: added to the mean square. dtype: of all tensors.
+    Raises `UserError`, naming the field, when it makes no sense."""
 
     workload: ClassVar[str] = "norm"
     layer: ClassVar[str] = "norm"

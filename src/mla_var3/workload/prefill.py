@@ -41,6 +41,7 @@ from mla_var3.workload import (
     Workload,
     check_dtype,
     check_integer,
+    check_scale,
     decode,
 )
 
@@ -110,6 +111,7 @@ class PrefillProblem(Problem):
         if self.h % self.h_kv:
             raise UserError(f"problem.h = {self.h} is not a multiple of h_kv = {self.h_kv}: choose one that is.")
         check_dtype(self.dtype)
+        check_scale(self.softmax_scale)
         for name in ("causal", "strided_kv"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"problem.{name} = {getattr(self, name)!r} is not a boolean: use true or false.")
@@ -142,7 +144,8 @@ class PrefillProblem(Problem):
             raise UserError(
                 f"problem.lengths = {dict(value)!r} needs the fields name and seed, or queries and keys, and no others."
             )
-        name, seed = str(value["name"]), int(value.get("seed", 0))
+        name, seed = str(value["name"]), value.get("seed", 0)
+        check_integer("lengths.seed", seed, 0)
         if name not in LENGTH_NAMES:
             raise UserError(f"problem.lengths name {name!r} is unknown: {nearest(name, LENGTH_NAMES)}.")
         return "uniform" if name == "uniform" else (("name", name), ("seed", seed))

@@ -170,7 +170,7 @@ class RopeProblem(Problem):
             raise UserError(f"problem.p = {self.p} is odd: columns turn in pairs.")
         if not isinstance(self.interleaved, bool):
             raise UserError(f"problem.interleaved = {self.interleaved!r} is not a boolean: use true or false.")
-        if self.index not in INDICES:
+        if not isinstance(self.index, str) or self.index not in INDICES:
             raise UserError(f"problem.index = {self.index!r} is unknown: {nearest(str(self.index), INDICES)}.")
 
     @property

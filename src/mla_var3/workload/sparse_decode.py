@@ -105,7 +105,7 @@ from mla_var3.packed_cache import (
     pack,
     quantised,
 )
-from mla_var3.workload import MOST, Bound, Case, Cost, Output, Problem, Workload, check_integer, decode
+from mla_var3.workload import MOST, Bound, Case, Cost, Output, Problem, Workload, check_integer, check_scale, decode
 
 if TYPE_CHECKING:
     import torch
@@ -218,6 +218,7 @@ class SparseProblem(Problem):
             check_integer(name, getattr(self, name), 1)
         for name in ("extra", "extra_t", "extra_page"):
             check_integer(name, getattr(self, name), 0)
+        check_scale(self.softmax_scale)
         if self.dtype != "bf16":
             raise UserError(f"problem.dtype = {self.dtype!r} is not taken: q and the caches' plain columns are bf16.")
         if self.extra and self.cache.one_scale:

@@ -59,8 +59,9 @@ class TopkClass:
 
 @dataclass(frozen=True)
 class TopkProblem(RangedProblem):
-    """b, s: requests and their query tokens, b · s rows. t: logits of a row. topk: how many are chosen. paged: whether
-    there is a page table. Raises `UserError`, naming the field, when it makes no sense."""
+    """b, s: requests and their query tokens, b · s rows. t: logits of a row. topk: how many are chosen. table: whether
+    there is a page table, through which indices are slots of the cache. lengths: "uniform" or "ragged". dtype: of the
+    logits. Raises `UserError`, naming the field, when it makes no sense."""
 
     workload: ClassVar[str] = "topk"
     layer: ClassVar[str] = "indexer"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from mla_var3.catalogue import registry
 from mla_var3.device import Device
 from mla_var3.dispatch import rules
 from mla_var3.errors import UserError
+from mla_var3.files import read_yaml
 from mla_var3.lab.sweep import config as sweep_config
 from mla_var3.lab.sweep import cpu
 from mla_var3.lab.sweep import run as sweep
@@ -33,6 +36,17 @@ def test_wildcards_name_what_computes_what_the_experiment_asks_for() -> None:
     assert not any("flash_attention" in label or "mla_var6_plus" in label for label in decode)
     assert labels("experiment=prefill") >= {"peer/fa4", "peer/cudnn_sdpa"}
     assert "peer/fa4" in labels("experiment=decode", "kernels=peer/fa4,torch/flash_mla")
+
+
+def test_no_two_choices_of_kernels_are_the_same(repo_root: Path) -> None:
+    said = {path.stem: read_yaml(path) for path in sorted((repo_root / "conf" / "kernels").glob("*.yaml"))}
+    assert [(a, b) for a, b in combinations(said, 2) if said[a] == said[b]] == []
+
+
+def test_comments_of_configs_name_devices_that_are_known(repo_root: Path) -> None:
+    for path in (repo_root / "conf").rglob("*.yaml"):
+        for key in re.findall(r"\bdevice=([a-z]\w*(?:-\w+)?)", path.read_text(encoding="utf-8")):
+            assert key == "auto" or Device.get(key), path
 
 
 def test_an_experiment_of_several_workloads_has_each_cell_with_versions_of_its_own() -> None:

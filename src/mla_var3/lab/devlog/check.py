@@ -14,6 +14,7 @@ from mla_var3 import paths
 from mla_var3.catalogue import ledger, registry
 from mla_var3.catalogue.registry import KernelId
 from mla_var3.errors import UserError
+from mla_var3.files import read_text
 from mla_var3.lab.devlog import evidence, named, skips
 from mla_var3.lab.devlog.citations import check_text, find_record
 from mla_var3.lab.devlog.entry import Entry, check_entry, entry_path, holds, parse, records_path
@@ -136,11 +137,11 @@ def check(root: Path, only: Iterable[Path] = ()) -> tuple[list[str], list[str]]:
                     f"{_name(path, root)}:1: {kernel.label} has no entry: mla-var3 devlog new {kernel.label}"
                 )
     for path in pages:
-        text, beside = path.read_text(encoding="utf-8"), evidence.beside(path)
+        text, beside = read_text(path), evidence.beside(path)
         found = check_text(text, records, require="tables", evidence=beside, root=root)
         failures += [f"{_name(f.path or path, root)}:{f.line}: {f.message}" for f in found]
     for path in naming:
-        missing = named.check(path.read_text(encoding="utf-8"), root, labels)
+        missing = named.check(read_text(path), root, labels)
         failures += [f"{_name(path, root)}:{f.line}: {f.message}" for f in missing]
     return failures, notes
 

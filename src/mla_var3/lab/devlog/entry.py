@@ -18,6 +18,7 @@ from typing import Any
 
 from mla_var3.catalogue.registry import LANGUAGES, KernelId
 from mla_var3.errors import nearest
+from mla_var3.files import read_text
 from mla_var3.lab.devlog import evidence
 from mla_var3.lab.devlog.citations import check_text, find_record, has_figure
 from mla_var3.lab.devlog.evidence import Evidence
@@ -108,7 +109,7 @@ def records_path(path: Path) -> Path:
 
 def parse(path: Path) -> tuple[Entry, list[Finding]]:
     """Reads an entry; findings say what kept its front matter from being read."""
-    entry = Entry(path, text=path.read_text(encoding="utf-8"))
+    entry = Entry(path, text=read_text(path))
     entry.fields, findings = read_fields(entry.text)
     entry.evidence = evidence.beside(path)
     entry.order = headings(entry.text, 2)

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mla_var3.files import read_text
 from mla_var3.lab.devlog.segments import CITATION, Finding, Segment, masked, plain, segments
 
 SUFFIX = ".records"
@@ -98,7 +99,7 @@ class Evidence:
 def beside(page: Path) -> Evidence:
     """The evidence of a page; an empty one where no `.records` file stands beside it."""
     path = page.with_suffix(SUFFIX)
-    return parse(path.read_text(encoding="utf-8"), path) if path.is_file() else Evidence(path)
+    return parse(read_text(path), path) if path.is_file() else Evidence(path)
 
 
 def parse(text: str, path: Path | None = None) -> Evidence:

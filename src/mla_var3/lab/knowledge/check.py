@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mla_var3.errors import UserError, nearest
+from mla_var3.files import read_text
 from mla_var3.lab.devlog.evidence import SUFFIX
 from mla_var3.lab.devlog.segments import Finding
 from mla_var3.lab.knowledge import triggers
@@ -88,7 +89,7 @@ def check(root: Path) -> tuple[list[str], list[Page]]:
     if overview.is_file():
         page, findings = read(overview)
         # Its tables are written after the check, of pages that are there then; what is written by hand has links.
-        tables = written_lines(overview.read_text(encoding="utf-8"))
+        tables = written_lines(read_text(overview))
         mine = [f for f in _links(page, anchors) if f.line not in tables and "index.json" not in f.message]
         failures += [f"{overview.relative_to(root)}:{f.line}: {f.message}" for f in mine]
     titles: dict[str, Path] = {}
@@ -233,7 +234,7 @@ def _figures(page: Page) -> Iterator[Finding]:
         if _cited(page, line, text) or _URL.search(text):
             continue
         linked = [(page.path.parent / m["path"]).resolve() for m in _TRACE.finditer(text)]
-        traces = [path.read_text(encoding="utf-8") for path in linked if path.is_file()]
+        traces = [read_text(path) for path in linked if path.is_file()]
         for found in _FIGURE.finditer(_CODE.sub("", text)):
             number = re.compile(rf"(?<![\d.]){re.escape(found['number'])}(?![\d.])")
             if not traces:

@@ -10,6 +10,7 @@ from typing import Any
 
 from mla_var3 import paths
 from mla_var3.errors import UserError, nearest
+from mla_var3.files import read_text
 from mla_var3.lab.knowledge import triggers
 from mla_var3.lab.knowledge.triggers import Facts, Match, Trigger
 
@@ -39,7 +40,10 @@ def load_index(folder: Path | None = None) -> dict[str, Any]:
     for place in places:
         path = place / "index.json"
         if path.is_file():
-            return dict(json.loads(path.read_text(encoding="utf-8")))
+            try:
+                return dict(json.loads(read_text(path)))
+            except ValueError as error:
+                raise UserError(f"{path} is no index: write it anew with mla-var3 knowledge check.") from error
     raise UserError(f"there is no index.json in {places[0]}: write it with mla-var3 knowledge check.")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mla_var3.files import read_text
 from mla_var3.lab.devlog.evidence import Evidence, beside, cited_lines
 from mla_var3.lab.devlog.front_matter import body_line, read_fields
 from mla_var3.lab.devlog.segments import COMMENT, Finding, without_comments
@@ -83,7 +84,7 @@ class Page:
 
 def read(path: Path) -> tuple[Page, list[Finding]]:
     """Reads a page; findings say what kept a part of it from being read."""
-    page = Page(path, path.read_text(encoding="utf-8"))
+    page = Page(path, read_text(path))
     page.meta, findings = read_fields(page.text)
     page.evidence = beside(path)
     page.cited = cited_lines(page.text, page.evidence)

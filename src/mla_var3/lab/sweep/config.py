@@ -21,7 +21,7 @@ from mla_var3.files import invalid_yaml, read_yaml
 from mla_var3.lab.profiling import DISABLED
 from mla_var3.lab.profiling import MODES as PROFILES
 from mla_var3.lab.profiling.points import ProfileConfig
-from mla_var3.workload import DEFAULT
+from mla_var3.workload import DEFAULT, check_seed
 
 GROUPS = ("experiment", "model", "kernels", "device", "bench", "profile")
 MODES = ("measure", "compile")
@@ -32,6 +32,8 @@ LAUNCHERS = ("local", "ray")
 #: Hydra's own options: without a value, and with one in the next word.
 _FLAGS = ("-m", "--multirun", "-r", "--run", "--resolve", "--hydra-help")
 _VERBOSE = ("-v", "--verbose")
+_CFG, _INFO = ("job", "hydra", "all"), ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+_CHOICES = {"-c": _CFG, "--cfg": _CFG, "-i": _INFO, "--info": _INFO}
 _VALUED = ("-c", "--cfg", "-i", "--info", "-p", "--package", "-cd", "--config-dir")
 
 
@@ -188,6 +190,7 @@ def typed(cfg: Any) -> SweepConfig:
         if not isinstance(count, int) or isinstance(count, bool):
             raise UserError(f"experiment.draw = {count!r} is no number of cells of workload {name}: write draw: 24.")
         counts["experiment.draw"] = min(count, counts.get("experiment.draw", count))
+    check_seed("seed =", config.seed)
     for key, number in counts.items():
         if number < 0:
             raise UserError(f"{key} = {number:g} is below 0: give at least 0, or leave it out.")
@@ -287,19 +290,23 @@ def prepare(arguments: Sequence[str]) -> list[str]:
     `=` and a group's unknown choice are refused here, where the nearest choice is known.
     """
     multirun = any(word in ("-m", "--multirun") for word in arguments)
-    words, previous = [], ""
+    words: list[str] = []
+    flags: list[str] = []  # behind the words: Hydra's parser takes no override behind a flag
+    previous = ""
     for word in arguments:
         if previous in _VALUED:
-            words.append(word)
+            if word not in _CHOICES.get(previous, (word,)):
+                raise UserError(f"{previous} {word!r} is unknown: {nearest(word, _CHOICES[previous])}.")
+            flags.append(word)
         elif word.startswith("-"):
             flag = word.split("=")[0]
             if flag not in (*_FLAGS, *_VALUED, *_VERBOSE):
                 raise UserError(f"there is no option {flag}: {nearest(flag, (*_FLAGS, *_VALUED, *_VERBOSE))}.")
-            words.append("verbose=true" if flag in _VERBOSE else word)
+            (words if flag in _VERBOSE else flags).append("verbose=true" if flag in _VERBOSE else word)
         else:
             words += _prepare_word(word, multirun)
         previous = word
-    return words
+    return [*words, *flags]
 
 
 def _prepare_word(word: str, multirun: bool) -> list[str]:
@@ -438,6 +445,8 @@ def _omega(error: Any) -> str:
     from omegaconf.errors import ConfigAttributeError, ConfigKeyError, ReadonlyConfigError, ValidationError
 
     full, key = str(error.full_key or error.key), str(error.key)
+    if isinstance(error, ValidationError) and "ListConfig" in str(error.msg):
+        return f"{full} is a list: write for example '{full}=[{{num_splits: 1}},{{}}]'."
     if isinstance(error, ValidationError):
         return f"{full} has a wrong value: {_first_line(str(error.msg or error)).rstrip('.')}."
     if isinstance(error, ConfigKeyError | ConfigAttributeError):

@@ -138,7 +138,7 @@ FIRST_TURN = (
     "clock had settled: the kernel here takes 3 % longer than DeepGEMM for 256 requests of 8,192 tokens and for 64 of "
     "65,536, and 4 % longer for 256 of 32,768 ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-energy-of-one-query-token-and-two-consumers)). These records and turns are of one producer warp. "
-    "Today's code has four in calls over 1,048,576 cached tokens and more, and in the same three cells takes 1 to 2 % "
+    "Today's code has four in calls over 2,097,152 cached tokens and more, and in the same three cells takes 1 to 2 % "
     "less than DeepGEMM in one run, and 2 % more to as long on the bench "
     "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-four-producer-warps))."
@@ -222,7 +222,7 @@ MORE = {
         f"out. {FP8_LIMIT}"
     ),
     "indexer_paged": (
-        " In calls over less than 1,048,576 cached tokens one warp loads pages, and in all others four do where "
+        " In calls over less than 2,097,152 cached tokens one warp loads pages, and in all others four do where "
         "a query "
         "tile has at most 64 columns ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by "
         "calls that rotate over "

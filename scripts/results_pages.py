@@ -197,14 +197,11 @@ MORE = {
         "and 144 rows for each head, and in version 18 one of 128 rows fills half of a cluster. [Version "
         "23](../../devlogs/flash_attention/cute-dsl-v23.md), in which two heads share the cluster, is picked there "
         "now. Seeds 77347 and 74256 were drawn for the rules of today. "
-        "Later all but five of the cells that version 18 or 23 is picked for were timed again. By then both versions "
-        "had a release at their end, and version 23 computed the query tiles of a head side by side behind a long "
-        "prefix. Tables and means have these later times, and the times as drawn are in [earlier "
+        "Later all cells that version 18 or 23 is picked for were timed again. By then both versions had a release at "
+        "their end, and version 23 computed the query tiles of a head side by side behind a long prefix. Tables and "
+        "means have these later times, and the times as drawn are in [earlier "
         "runs](#earlier-runs-of-cells-that-were-timed-again). No cell is under 0.97 in either state; the least is "
-        "0.975. The five that were not timed again are `b3_s2526_h16_t2526_kv2_causal_lognormal`, "
-        "`b5_s1986_h16_t1986_kv2_causal_lognormal`, `b10_s1296_h16_t1296_kv2_causal_mostly_empty` and "
-        "`b58_s180_h12_t180_causal_one_long`, which have version 23 as it was before, and "
-        "`b5_s1630_h32_t1630_kv8_causal_lognormal_d128_p0`, which has version 18, where version 23 is picked now. "
+        "0.975. "
         "Sustained times are of two turns in both orders."
     ),
     "chunked_prefill": (
@@ -285,11 +282,9 @@ ON_H200 = (
 FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
     "h200": {
         **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
-        **{
-            name: f"h200/2026-11-27-{name}.jsonl"
-            for name in ("query_rows", "ragged", "tensor_parallel", "unseen", "mla_layer")
-        },
-        "decode": "h200/2026-11-27-decode-evening.jsonl",
+        **{name: f"h200/2026-11-27-{name}.jsonl" for name in ("query_rows", "tensor_parallel", "unseen", "mla_layer")},
+        "decode": ("h200/2026-11-27-decode-evening.jsonl", "h200/2026-11-29-decode-clusters.jsonl"),
+        "ragged": ("h200/2026-11-27-ragged.jsonl", "h200/2026-11-29-ragged-clusters.jsonl"),
         "regime_map": "h200/2026-11-28-regime_map.jsonl",
         "sparse_decode": (
             "h200/2026-11-26-sparse_decode.jsonl",
@@ -801,7 +796,7 @@ def served() -> str:
 PORTABLE: dict[str, tuple[str, ...]] = {
     "portable": ("h200/2026-11-29-portable.jsonl", "h200/2026-11-29-portable-memory.jsonl"),
     "portable_sparse": ("h200/2026-11-29-portable_sparse.jsonl", "h200/2026-11-29-portable_sparse-second.jsonl"),
-    "portable_prefill": ("h200/2026-11-29-portable_prefill.jsonl", "h200/2026-11-29-portable_prefill-second.jsonl"),
+    "portable_prefill": tuple(f"h200/2026-11-29-portable_prefill{word}.jsonl" for word in ("", "-second", "-sections")),
 }
 #: Experiment -> the kernels that the versions are compared with, by what a table calls them.
 PORTABLE_BESIDE: dict[str, dict[str, str]] = {
@@ -857,9 +852,8 @@ PORTABLE_WHAT = {
         "of a chunk among them; in `causal` problems a query sees no later key, and with `normal` and `lognormal` "
         "requests have unequal lengths, of which s and t are the means. Version 1 needs the shared memory and the "
         "registers of Hopper; version 0 is picked on the other GPUs, with other tilings. The MiB behind a "
-        "version are those of a section of its keys and values. With 40 MiB, the default of version 1 since, a script "
-        "has it at 0.92 to 1.00 of the time with 24 "
-        "([devlog](../../devlogs/flash_attention_mma/cute-dsl-v1.md#experiment-wider-sections))."
+        "version are those of a section of its keys and values, 40 of which are the default of version 1 "
+        "([devlog](../../devlogs/flash_attention_mma/cute-dsl-v1.md#experiment-the-bench-with-wider-sections))."
     ),
 }
 

@@ -131,6 +131,8 @@ def test_a_number_that_no_device_can_hold_is_refused_at_once(name: str) -> None:
         (["clone", "cute-dsl/flash_mla", "9" * 30], "is above 9999: choose another version"),
         (["knowledge", "find", "--language", "rust"], "--language 'rust' is unknown: valid: cute-dsl, cutile-dsl"),
         (["knowledge", "find", "--arch", "hopper"], "--arch 'hopper' is no architecture: write it as in --arch sm_90a"),
+        (["knowledge", "find", "rows=nan"], "'rows=nan': 'nan' is not a number"),
+        (["knowledge", "find", "rows=1e999"], "'rows=1e999': '1e999' is not a number"),
         (["knowledge", "compile", "nopage.md"], "nopage.md cannot be read: no such file or directory"),
         (["sweep", "experiment=captured", "workload=nodir"], "nodir cannot be read: no such file or directory"),
         (["sweep", "jobs=-1"], "jobs = -1 is below 0: give at least 0"),

@@ -148,6 +148,8 @@ def _table(arguments: argparse.Namespace, root: Path) -> int:
         text = against_libraries(records, arguments.picks)
     else:
         text = comparison(records, arguments.cells, arguments.kernels)
+    if not text and (asked := " and ".join([*arguments.cells, *arguments.kernels])) and not arguments.picks:
+        raise UserError(f"no record with a time is of {asked}: mla-var3 compare names what there is.")
     if not text and arguments.picks:
         raise UserError("no record of what the dispatcher picks is there, beside a library: give others.")
     if not text:

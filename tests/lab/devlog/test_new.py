@@ -181,6 +181,8 @@ def test_table_without_times(project: Path) -> None:
     file.write_text((project / "results/h200/2026-11-22-decode.jsonl").read_text().splitlines()[2] + "\n")
     with pytest.raises(UserError, match="no record there has a time"):
         main(["table", str(file), "--root", str(project)])
+    with pytest.raises(UserError, match="no record with a time is of b7_nothing: mla-var3 compare names what there is"):
+        main(["table", "--cells", "b7_nothing", "--root", str(project)])
 
 
 def test_cells_that_compiled_alike_share_a_row(project: Path, entry: Path) -> None:

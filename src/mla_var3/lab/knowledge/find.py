@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,9 +132,12 @@ def facts_of_words(bound: str | None, words: Iterable[str]) -> Facts:
             every = [n for names in known.values() for n in names]
             raise UserError(f"{word!r} is no fact NAME=VALUE: {nearest(name, every)}.")
         try:
-            groups.setdefault(group, {})[name] = float({"true": "1", "false": "0"}.get(text.lower(), text))
+            number = float({"true": "1", "false": "0"}.get(text.lower(), text))
         except ValueError:
-            raise UserError(f"{word!r}: {text!r} is not a number.") from None
+            number = math.nan
+        if not math.isfinite(number):
+            raise UserError(f"{word!r}: {text!r} is not a number.")
+        groups.setdefault(group, {})[name] = number
     return Facts(bound, groups)
 
 

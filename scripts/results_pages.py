@@ -181,8 +181,8 @@ MORE = {
         "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. The "
         "fastest library is the one that is fastest in burst, so that the other one may be faster at the power limit: "
         "in `b1_s8192_h128_t8192_causal_d256_p0` FlashAttention-3 takes 0.4 % less time than version 12 there. The "
-        "cells are timed with the code of today, and their sustained times are the mean of two turns in both orders. The "
-        "devlog of [version "
+        "cells are timed with the code of today, and their sustained times are the mean of two turns in both orders. "
+        "The devlog of [version "
         "23](../../devlogs/flash_attention/cute-dsl-v23.md#aims-that-are-missed) says which aims are missed, and why."
     ),
     "unseen_prefill": (

@@ -138,7 +138,7 @@ FIRST_TURN = (
     "clock had settled: the kernel here takes 3 % longer than DeepGEMM for 256 requests of 8,192 tokens and for 64 of "
     "65,536, and 4 % longer for 256 of 32,768 ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-energy-of-one-query-token-and-two-consumers)). These records and turns are of one producer warp. "
-    "Today's code has four in calls over 1,048,576 cached tokens and more, and in the same three cells takes 1 to 2 % "
+    "Today's code has four in calls over 2,097,152 cached tokens and more, and in the same three cells takes 1 to 2 % "
     "less than DeepGEMM in one run, and 2 % more to as long on the bench "
     "([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md"
     "#experiment-four-producer-warps))."
@@ -179,12 +179,8 @@ MORE = {
         "With `normal` and `lognormal` requests have unequal lengths, of which s and t are the means. The "
         "fastest library is the one that is fastest in burst, so that the other one may be faster at the power limit: "
         "in `b1_s8192_h128_t8192_causal_d256_p0` FlashAttention-3 takes 0.4 % less time than version 12 there. The "
-        "cells of the files `-both` and `-fp16` have the code of today, and their sustained times are the mean of two "
-        "turns in both orders. The one cell of the file `-v18` has the code before a release was put at the end of "
-        "version 18. Its sustained time is of one turn of 0.3 seconds, behind the turns of the contenders before it, "
-        "and such a time may differ by some per cent from one run to the next: with one turn in one order some cells "
-        "of version 18 were under 1 that are over it with two ([devlog](../../devlogs/flash_attention/cute-dsl-v18.md"
-        "#with-turns-in-both-orders)). The devlog of [version "
+        "cells are timed with the code of today, and their sustained times are the mean of two turns in both orders. "
+        "The devlog of [version "
         "23](../../devlogs/flash_attention/cute-dsl-v23.md#aims-that-are-missed) says which aims are missed, and why."
     ),
     "unseen_prefill": (
@@ -199,14 +195,11 @@ MORE = {
         "and 144 rows for each head, and in version 18 one of 128 rows fills half of a cluster. [Version "
         "23](../../devlogs/flash_attention/cute-dsl-v23.md), in which two heads share the cluster, is picked there "
         "now. Seeds 77347 and 74256 were drawn for the rules of today. "
-        "Later all but five of the cells that version 18 or 23 is picked for were timed again. By then both versions "
-        "had a release at their end, and version 23 computed the query tiles of a head side by side behind a long "
-        "prefix. Tables and means have these later times, and the times as drawn are in [earlier "
+        "Later all cells that version 18 or 23 is picked for were timed again. By then both versions had a release at "
+        "their end, and version 23 computed the query tiles of a head side by side behind a long prefix. Tables and "
+        "means have these later times, and the times as drawn are in [earlier "
         "runs](#earlier-runs-of-cells-that-were-timed-again). No cell is under 0.97 in either state; the least is "
-        "0.975. The five that were not timed again are `b3_s2526_h16_t2526_kv2_causal_lognormal`, "
-        "`b5_s1986_h16_t1986_kv2_causal_lognormal`, `b10_s1296_h16_t1296_kv2_causal_mostly_empty` and "
-        "`b58_s180_h12_t180_causal_one_long`, which have version 23 as it was before, and "
-        "`b5_s1630_h32_t1630_kv8_causal_lognormal_d128_p0`, which has version 18, where version 23 is picked now. "
+        "0.975. "
         "Sustained times are of two turns in both orders."
     ),
     "chunked_prefill": (
@@ -224,7 +217,7 @@ MORE = {
         f"out. {FP8_LIMIT}"
     ),
     "indexer_paged": (
-        " In calls over less than 1,048,576 cached tokens one warp loads pages, and in all others four do where "
+        " In calls over less than 2,097,152 cached tokens one warp loads pages, and in all others four do where "
         "a query "
         "tile has at most 64 columns ([devlog](../../devlogs/mqa_logits/cute-dsl-v4.md)). L2 is made cold by "
         "calls that rotate over "
@@ -287,11 +280,9 @@ ON_H200 = (
 FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
     "h200": {
         **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
-        **{
-            name: f"h200/2026-11-27-{name}.jsonl"
-            for name in ("query_rows", "ragged", "tensor_parallel", "unseen", "mla_layer")
-        },
-        "decode": "h200/2026-11-27-decode-evening.jsonl",
+        **{name: f"h200/2026-11-27-{name}.jsonl" for name in ("query_rows", "tensor_parallel", "unseen", "mla_layer")},
+        "decode": ("h200/2026-11-27-decode-evening.jsonl", "h200/2026-11-29-decode-clusters.jsonl"),
+        "ragged": ("h200/2026-11-27-ragged.jsonl", "h200/2026-11-29-ragged-clusters.jsonl"),
         "regime_map": "h200/2026-11-28-regime_map.jsonl",
         "sparse_decode": (
             "h200/2026-11-26-sparse_decode.jsonl",
@@ -812,7 +803,7 @@ def served() -> str:
 PORTABLE: dict[str, tuple[str, ...]] = {
     "portable": ("h200/2026-11-29-portable.jsonl", "h200/2026-11-29-portable-memory.jsonl"),
     "portable_sparse": ("h200/2026-11-29-portable_sparse.jsonl", "h200/2026-11-29-portable_sparse-second.jsonl"),
-    "portable_prefill": ("h200/2026-11-29-portable_prefill.jsonl", "h200/2026-11-29-portable_prefill-second.jsonl"),
+    "portable_prefill": tuple(f"h200/2026-11-29-portable_prefill{word}.jsonl" for word in ("", "-second", "-sections")),
 }
 #: Experiment -> the kernels that the versions are compared with, by what a table calls them.
 PORTABLE_BESIDE: dict[str, dict[str, str]] = {
@@ -868,9 +859,8 @@ PORTABLE_WHAT = {
         "of a chunk among them; in `causal` problems a query sees no later key, and with `normal` and `lognormal` "
         "requests have unequal lengths, of which s and t are the means. Version 1 needs the shared memory and the "
         "registers of Hopper; version 0 is picked on the other GPUs, with other tilings. The MiB behind a "
-        "version are those of a section of its keys and values. With 40 MiB, the default of version 1 since, a script "
-        "has it at 0.92 to 1.00 of the time with 24 "
-        "([devlog](../../devlogs/flash_attention_mma/cute-dsl-v1.md#experiment-wider-sections))."
+        "version are those of a section of its keys and values, 40 of which are the default of version 1 "
+        "([devlog](../../devlogs/flash_attention_mma/cute-dsl-v1.md#experiment-the-bench-with-wider-sections))."
     ),
 }
 

@@ -16,6 +16,7 @@ import pytest
 from mla_var3 import paths
 from mla_var3.catalogue import ledger, registry
 from mla_var3.catalogue.ledger import GONE, LIBRARY, NO_LINE, OTHER, SAME, UNKNOWN, Line
+from mla_var3.device import Device
 from mla_var3.record import Record, load
 from mla_var3.toolchain import source
 from mla_var3.toolchain.digest import Code
@@ -143,6 +144,14 @@ def test_what_a_digest_says(tmp_path: Path) -> None:
     forgotten()
 
 
+def ends_otherwise(label: str, problem: MlaProblem) -> bool:
+    """Whether CTAs are in clusters, which had a barrier at their end when these records were made."""
+    if label != "cute-dsl/flash_mla_v23":
+        return False
+    plan = registry.get_plan(registry.KernelId.parse(label))(problem, None, Device.get("h200"))
+    return bool(plan.tiling.geometry(problem).sharing > 1)
+
+
 #: Device -> experiments whose records of versions 23 and 24 timed one code each, that of today or of `BEFORE_NAN`.
 MEASURED = {
     "h200": ("decode", "query_rows", "ragged", "tensor_parallel", "unseen"),
@@ -160,7 +169,7 @@ def test_records_of_the_newest_versions_timed_the_code_that_is_said() -> None:
         problem = problem_from_record(record.problem)
         standing = ledger.standing(record.kernel.label, problem, record.code["digest"])
         before = record.kernel.label in BEFORE_NAN and record.at < NAN_KEPT
-        assert standing == (OTHER if before else SAME), record.id
+        assert standing == (OTHER if before or ends_otherwise(record.kernel.label, problem) else SAME), record.id
 
 
 # ---------------------------------------------------------------- digests that were added afterwards

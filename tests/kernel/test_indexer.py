@@ -78,6 +78,21 @@ def test_query_tiles_hold_as_many_tokens_as_an_mma_has_columns_for() -> None:
     assert tile(s=8, heads=32) == (8, 256, 1)
 
 
+@pytest.mark.parametrize(
+    ("producers", "problem"),
+    [
+        (1, {"b": 255, "t": 8192}),  # a request too few
+        (0, {"b": 256, "t": 8192}),
+        (0, {"b": 16, "t": 131072}),
+        (0, {"b": 256, "t": 8192, "s": 2, "heads": 32}),
+        (1, {"b": 256, "t": 8192, "s": 2}),  # a query tile of 128 columns
+        (1, {"b": 256, "t": 8192, "table": False}),
+    ],
+)
+def test_four_producer_warps_begin_at_two_million_cached_tokens(producers: int, problem: dict[str, Any]) -> None:
+    assert plan_type(LOGITS)(IndexerLogitsProblem(**problem), None, H200).tiling.producers == producers
+
+
 @pytest.mark.parametrize("tokens", range(1, 17))
 def test_each_sum_is_stored_by_one_lane_of_four(tokens: int) -> None:
     """`kept_by` with whole numbers in place of a lane's registers."""

@@ -61,7 +61,7 @@ def test_a_figure_that_is_not_the_records_is_noticed(
     (mine,) = [
         r for r in records if tables.problem_label(r) == "b128_s1_h128_t4096" and tables.label(r).startswith("cute-dsl")
     ]
-    mine["time_us"]["burst"]["median"] *= 1.05
+    mine["time_us"]["burst"]["median"] *= 1.04
     monkeypatch.setattr(pages_module, "records_of", lambda device, name: records)
     changed = [line for line in pages_module.page("decode").splitlines() if line not in before.splitlines()]
     assert sum("b128_s1_h128_t4096 | cute-dsl" in line for line in changed) == 2
@@ -83,8 +83,8 @@ def test_a_page_names_the_cells_that_nobody_measured(pages_module: Any, monkeypa
 
 def test_a_run_that_a_newer_one_replaced_is_shown_with_all_that_took_turns(pages_module: Any) -> None:
     rows = [line.split(" | ")[0:2] for line in pages_module.earlier("unseen_prefill").splitlines() if "cute-" in line]
-    assert Counter(row[1] for row in rows) == {"cute-dsl/flash_attention_v18": 11, "cute-dsl/flash_attention_v23": 16}
-    assert pages_module.earlier("unseen_prefill").count("| peer/fa3 |") == 26
+    assert Counter(row[1] for row in rows) == {"cute-dsl/flash_attention_v18": 12, "cute-dsl/flash_attention_v23": 20}
+    assert pages_module.earlier("unseen_prefill").count("| peer/fa3 |") == 31
     assert pages_module.earlier("decode") == ""
 
 

@@ -83,7 +83,7 @@ REGISTERS = {2: (24, 240), 4: (24, 112)}
 PRODUCTS = D // MMA_K  # of a KV tile with a part of a query tile
 MOST_STAGES = 24
 MOST_PRODUCERS = 4  # warps of the producers' warpgroup
-MANY_TOKENS = 1 << 20  # cached, of all requests, from which on calls are long
+MANY_TOKENS = 1 << 21  # cached, of all requests, from which on calls are long
 PAD = 8  # words behind a token's weights: those of four tokens lie in other banks of shared memory
 EVICT_FIRST = 0x12F0000000000000  # an L2 cache policy, as createpolicy makes it
 INFO = 4  # words in front of a query tile's ranges
@@ -925,7 +925,7 @@ class MqaLogitsV4Tiling(Tiling):
     consumers take turns where there is one part of more than 128 columns and logits are float32. ctas: of the grid; 0:
     one for each multiprocessor. beyond: a query token with as many keys in range, or fewer, gets no logits; a top-k of
     as many chooses all of them. producers: warps that load KV tiles, 1, or 4 over pages; 0: 4 where a query tile over
-    pages has at most 64 columns, else 1. The default plan takes 0 from 1,048,576 cached tokens on, else 1."""
+    pages has at most 64 columns, else 1. The default plan takes 0 from 2,097,152 cached tokens on, else 1."""
 
     launch_fields: ClassVar[tuple[str, ...]] = ("ctas",)
 

@@ -53,7 +53,7 @@ What waits for what:
     full[stage, i]    TMA with panel i of a KV tile; where rows   both consumers, ahead of the products with panel i
                       are gathered, the producers' threads
     empty[stage, h]   the warps of the consumer that has half h   the producer warp of that stage and half: it loads
-                      of V, in all CTAs that share loads          the next tile over it
+                      of V, in all CTAs that share loads          the next tile over it, or leaves
     P_EVEN            EVEN, once P0 is in shared memory           ODD: O_R += P0·V0_R
     P_ODD             ODD, once P1 is in shared memory            EVEN: O_L += P1·V1_L
     SCORES_EVEN       EVEN, once the products of S0 are issued    ODD: issues S1, so that the softmaxes do not coincide
@@ -379,6 +379,9 @@ def load(
             is_first = Boolean(False)
         known, is_first = Int32(-1), Boolean(False)
         split = walk.next_split(split)
+    if cutlass.const_expr(geometry.sharing > 1):
+        # No CTA leaves before the other one has freed the last panels: that signals an mbarrier in its shared memory.
+        cute.arch.mbarrier_wait(empty, parity)
 
 
 @cute.jit
@@ -459,6 +462,9 @@ def load_in_parts(
                             gather_rows(sources, own_stage, own_full, panels, warp, geometry)
                     parities[stage] = parities[stage] ^ 1
         split = walk.next_split(split)
+    if cutlass.const_expr(geometry.sharing > 1):
+        for i in cutlass.range_constexpr(2 * STAGES):  # as in `load`
+            cute.arch.mbarrier_wait(empty + i, parities[i // 2])
 
 
 @cute.jit
@@ -1195,10 +1201,6 @@ def flash_mla_v23(
     else:
         cute.arch.setmaxregister_increase(geometry.registers[1])
         consume(q, storage, results, walk, split, scale_log2, of_tile, thread, geometry)
-    if cutlass.const_expr(geometry.sharing > 1):
-        # No CTA leaves while the other may still signal its mbarriers.
-        cute.arch.cluster_arrive_relaxed()
-        cute.arch.cluster_wait()
 
 
 flash_mla_v23.set_name_prefix("flash_mla_v23", remove_cutlass_symbol=True, keep_mangled_name=False)

@@ -43,7 +43,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "dense flat": {"b": 2, "h": 5, "t": 96, "s": 2, "layout": "flat", "page": 1, "paged": True},
     "dense bf16": {"b": 2, "h": 5, "t": 96, "layout": "bf16", "page": 64, "lengths": True, "paged": True},
 }
-ONLY_ON_A_GPU = {"many", "far"}
+ONLY_ON_A_GPU = {"many", "far", "missing_nan"}
 
 
 def cases_of(name: str) -> set[str]:

@@ -168,8 +168,9 @@ MORE = {
         "`top128+512` are 128 indices into a window and 512 into a second cache, and the last word says how contexts "
         "are drawn. In some problems a share of the indices names no token, which a name does not say: in "
         "`v32_b49_s3_h96_top2048_uniform` half of the query tokens have none at all, and FlashAttention-3 is given "
-        "their lengths, which are 0. The cells of the first three seeds were measured before indices that name no "
-        "token got copies of other rows (commits a1c50bf3 and 5fe58fc1), and those of seed 38113 with it."
+        "their lengths, which are 0. The cells of the first three seeds were measured before commits a1c50bf3 and "
+        "5fe58fc1, since which an index that names no token gets a copy of another row. Those of seed 38113 were "
+        "measured behind them, and without FlashAttention-3."
     ),
     "prefill": (
         " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "

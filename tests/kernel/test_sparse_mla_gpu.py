@@ -57,9 +57,10 @@ PROBLEMS = [
         contexts="short",
         extra_t=1024,
     ),
-    # Many tiles of each worker, so that rows without a token meet every stage; 128 heads in clusters.
+    # Many tiles of each worker, so that rows without a token meet every stage; 128 and 112 heads in clusters.
     SparseProblem(b=140, h=64, t=4096, topk=512),
     SparseProblem(b=70, s=2, h=128, t=4096, topk=512, missing="scattered:0.3"),
+    SparseProblem(b=70, s=2, h=112, t=4096, topk=512, missing="tiles:0.3"),
     SparseProblem(b=130, s=2, h=16, t=4096, topk=500, page=16, strided=True),
     SparseProblem(b=70, s=2, h=64, t=4096, layout="v4", topk=128, page=256, extra=512, extra_page=64, sink=True),
     # Of models without rope columns.

@@ -144,8 +144,10 @@ class MlaAttention(nn.Module):
         Where every request has one new token, a GPU computes by the functions of `mla_var3.ops` (bf16, fp16; values as
         wide as keys, no position past the config's longest), and can be captured in a CUDA graph once such a step has
         been made: replays read what then lies in hidden, in the step's tensors and in the weights of the capture. A CPU
-        computes by torch. Any other step decompresses all of each request, one after another: give prompts steps of
-        their own.
+        computes by torch. In any other step a request goes one of two ways, on a GPU by which takes less work: one of
+        few new tokens behind cached ones attends to the cache itself, with absorbed queries; of any other, all tokens
+        are decompressed into keys and values, piece by piece, and its new tokens attend to these as in a prompt. A
+        step with prompts goes these ways for all of its requests and is not captured: give prompts steps of their own.
 
         Raises `UserError` in one sentence for what does not fit, a gradient that hidden requires, and, where every
         request has one new token, a `kv_b_proj` that is more than the product with its weight.

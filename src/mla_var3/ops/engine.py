@@ -72,7 +72,7 @@ class Way:
 class DecodeSchedule:
     """How the work of a batch is dealt to multiprocessors, for calls of `mla_decode` over the same lengths and shapes:
     the layers of a model in one step. The first call that is given a fresh one makes it on the device, by a small
-    kernel ahead of the attention; the others read it, which takes up to a microsecond from each.
+    kernel ahead of the attention; the others read it, and launch no such kernel.
 
     Get a fresh one whenever lengths change: calls do not see that what they read belongs to others. In a CUDA graph it
     is made anew by every replay if the call that makes it is captured with those that read it. One stream.

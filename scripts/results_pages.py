@@ -59,7 +59,7 @@ WHAT = {
         "the lengths on the device and are not told in advance how they differ."
     ),
     "unseen": (
-        "The problems were drawn at random, from a seed that no earlier run had used, so that no kernel can have been "
+        "The problems were drawn at random, from seeds that no earlier run had used, so that no kernel can have been "
         "made for them (`experiment=unseen`)."
     ),
     "regime_map": (
@@ -83,9 +83,10 @@ WHAT = {
         "out from the indices where a row ends (`experiment=sparse_served`)."
     ),
     "unseen_sparse": (
-        "Problems of sparse decode that were drawn at random, from four seeds that no earlier run had used, with "
-        "contexts, heads, query tokens and page sizes that nobody tuned to (`experiment=unseen_sparse`, with "
-        "`seed=60811`, `71101`, `93303` and `38113`). FlashAttention-3 reads a bf16 cache, as in `sparse_served`."
+        "Problems of sparse decode that were drawn at random from six seeds, with contexts, heads, query tokens and "
+        "page sizes that nobody tuned to (`experiment=unseen_sparse`, with `seed=60811`, `71101`, `93303`, `38113`, "
+        "`50923` and `90217`). Each of the first four had been used once with earlier code, and each of the last two "
+        "was not used before the code was final. FlashAttention-3 reads a bf16 cache, as in `sparse_served`."
     ),
     "indexer_logits": (
         "Logits of the lightning indexer over contiguous keys in FP8, as prompts have them: the last query token sees "
@@ -147,6 +148,9 @@ FIRST_TURN = (
 EMPTY_FLOPS = 10**6
 #: Page -> what its cells and columns are, where their names do not say it.
 MORE = {
+    "unseen": (
+        " The 24 cells of `seed=41927` were timed beside FlashAttention-3 too, and the others beside FlashMLA alone."
+    ),
     "sparse_decode": (
         " The tables have version 2 of the kernel, which the dispatcher picks. Version 1, which it picks on no device, "
         "is left out. FlashInfer took turns with version 1 alone, so that no row has it here. At the power limit it "
@@ -166,11 +170,10 @@ MORE = {
     "unseen_sparse": (
         " The last words of a cell's name mean what they mean on the page [sparse_served](sparse_served.md): "
         "`top128+512` are 128 indices into a window and 512 into a second cache, and the last word says how contexts "
-        "are drawn. In some problems a share of the indices names no token, which a name does not say: in "
-        "`v32_b49_s3_h96_top2048_uniform` half of the query tokens have none at all, and FlashAttention-3 is given "
-        "their lengths, which are 0. The cells of the first three seeds were measured before commits a1c50bf3 and "
-        "5fe58fc1, since which an index that names no token gets a copy of another row. Those of seed 38113 were "
-        "measured behind them, and without FlashAttention-3."
+        "are drawn. In 35 of the 144 problems a share of the indices names no token, which a name does not say: in "
+        "`v32_b50_s8_h32_top1024_half_short` half of the indices, at random places, name none, and in "
+        "`v32_b49_s3_h96_top2048_uniform` half of the query tokens have none that does. FlashAttention-3 is given "
+        "those that name one, one behind another, with their number."
     ),
     "prefill": (
         " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "
@@ -276,12 +279,14 @@ ON_H200 = (
     "unseen_prefill",
     "chunked_prefill",
 )
+UNSEEN_SPARSE = (60811, 71101, 93303, 38113, 50923, 90217)
 #: Device -> experiment -> its record files in results/, one or several, of which the newest record of a kernel and cell
 #: counts. The first device has a page an experiment, the others one each.
 FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
     "h200": {
         **{name: f"h200/2026-11-26-{name}.jsonl" for name in WHAT},
-        **{name: f"h200/2026-11-27-{name}.jsonl" for name in ("query_rows", "tensor_parallel", "unseen", "mla_layer")},
+        **{name: f"h200/2026-11-27-{name}.jsonl" for name in ("query_rows", "tensor_parallel", "mla_layer")},
+        "unseen": ("h200/2026-11-27-unseen.jsonl", "h200/2026-11-30-unseen-41927.jsonl"),
         "decode": ("h200/2026-11-27-decode-evening.jsonl", "h200/2026-11-29-decode-clusters.jsonl"),
         "ragged": ("h200/2026-11-27-ragged.jsonl", "h200/2026-11-29-ragged-clusters.jsonl"),
         "regime_map": "h200/2026-11-28-regime_map.jsonl",
@@ -292,16 +297,14 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
             "h200/2026-11-29-sparse_decode.jsonl",
             "h200/2026-11-29-sparse_decode-sinks.jsonl",
             "h200/2026-11-29-sparse_decode-copies.jsonl",
+            "h200/2026-11-30-sparse_decode-fa3.jsonl",
         ),
         "sparse_served": (
             "h200/2026-11-28-sparse_served.jsonl",
             "h200/2026-11-29-sparse_served.jsonl",
             "h200/2026-11-29-sparse_served-copies.jsonl",
         ),
-        "unseen_sparse": (
-            *(f"h200/2026-11-28-unseen_sparse-{seed}.jsonl" for seed in (60811, 71101, 93303)),
-            "h200/2026-11-29-unseen_sparse-38113.jsonl",
-        ),
+        "unseen_sparse": tuple(f"h200/2026-11-30-unseen_sparse-{seed}.jsonl" for seed in UNSEEN_SPARSE),
         "indexer_logits": "h200/2026-11-28-indexer_logits.jsonl",
         "indexer_paged": (
             "h200/2026-11-28-indexer_paged-v4.jsonl",

@@ -85,8 +85,9 @@ WHAT = {
     "unseen_sparse": (
         "Problems of sparse decode that were drawn at random from six seeds, with contexts, heads, query tokens and "
         "page sizes that nobody tuned to (`experiment=unseen_sparse`, with `seed=60811`, `71101`, `93303`, `38113`, "
-        "`50923` and `90217`). Each of the first four had been used once with earlier code, and each of the last two "
-        "was not used before the code was final. FlashAttention-3 reads a bf16 cache, as in `sparse_served`."
+        "`50923` and `90217`). Each of the first four seeds had been used once with earlier code, and the last two "
+        "were used only when the code was final. FlashAttention-3 reads the same tokens from a bf16 cache, as in "
+        "`sparse_served`, and takes neither layout v4 nor attention sinks."
     ),
     "indexer_logits": (
         "Logits of the lightning indexer over contiguous keys in FP8, as prompts have them: the last query token sees "
@@ -149,7 +150,8 @@ EMPTY_FLOPS = 10**6
 #: Page -> what its cells and columns are, where their names do not say it.
 MORE = {
     "unseen": (
-        " The 24 cells of `seed=41927` were timed beside FlashAttention-3 too, and the others beside FlashMLA alone."
+        " The 24 cells of `seed=41927` were timed beside FlashMLA and FlashAttention-3, and the other 72 beside "
+        "FlashMLA alone."
     ),
     "sparse_decode": (
         " The tables have version 2 of the kernel, which the dispatcher picks. Version 1, which it picks on no device, "
@@ -168,12 +170,20 @@ MORE = {
         "geometric mean leaves them out."
     ),
     "unseen_sparse": (
-        " The last words of a cell's name mean what they mean on the page [sparse_served](sparse_served.md): "
-        "`top128+512` are 128 indices into a window and 512 into a second cache, and the last word says how contexts "
-        "are drawn. In 35 of the 144 problems a share of the indices names no token, which a name does not say: in "
-        "`v32_b50_s8_h32_top1024_half_short` half of the indices, at random places, name none, and in "
-        "`v32_b49_s3_h96_top2048_uniform` half of the query tokens have none that does. FlashAttention-3 is given "
-        "those that name one, one behind another, with their number."
+        " Each problem has a length of its own, 256 to 65,536 tokens, which no name says, and the last word of a "
+        "cell's name says how contexts are drawn up to that length. `uniform`: evenly from 1 token. `lognormal`: 1,024 "
+        "tokens times e to the power of a normal variable with mean 0 and variance 1. `short`: evenly from 1 to the "
+        "largest number of tokens that leaves a row of indices unfilled (where there is a second cache, the row of "
+        "indices into that cache). `half_short`: so for one half of the requests, and evenly from there for the other. "
+        "Where a name ends without such a word, each context has that length. Where a context has fewer tokens than a "
+        "row has indices, the rest of the row names no token (-1). This is so in 10 of the 31 problems without such a "
+        "word too: in `v32_b47_s8_h128_top1024` contexts have 568 tokens, and in `v32_b42_s1_h40_top2048` 629. In 35 "
+        "of the 144 problems a share of the indices is made -1 besides, which a name does not say either: in "
+        "`v32_b50_s8_h32_top1024_half_short` half of the indices that would name a token, at random places, and in "
+        "`v32_b49_s3_h96_top2048_uniform` all indices of half of the query tokens. In 31 others a number that was "
+        "drawn for each request says how many indices of its rows count, and all kernels are given these numbers. "
+        "FlashAttention-3 is given only the indices that name a token and count, one behind another, and their number. "
+        "Making these lists is not timed."
     ),
     "prefill": (
         " In a cell's name s are the query tokens of a request and t its keys, the prefix of a chunk among them. "
@@ -405,8 +415,8 @@ LENGTHS = (
 )
 _SPARSE_NAMES = (
     "A cell is named after its problem: `v32_b2_s1_h8_top512` are 2 requests (b) of one query token (s) with 8 heads "
-    "(h) over a cache in layout v32, where each query token attends to the 512 tokens that its row of indices names "
-    "(top). In layout v4 `top128+1024` are 128 indices into one cache and 1024 into a second one."
+    "(h) over a cache in layout v32, where each query token has a row of 512 indices (top) and attends to the tokens "
+    "that they name. In layout v4 `top128+1024` are 128 indices into one cache and 1024 into a second one."
 )
 _INDEXER_NAMES = (
     "A cell is named after its problem: `{}` are the logits of {} (s) of {} (b) with 64 indexer heads (h) for {} (t)."

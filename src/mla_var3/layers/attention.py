@@ -141,13 +141,16 @@ class MlaAttention(nn.Module):
         hidden: (tokens, hidden), the requests' new tokens one behind another. pages: (num_pages, 64, columns), this
         layer's part of `LatentCache.pages`, in hidden's dtype, which is the weights'. Returns (tokens, hidden).
 
-        Where every request has one new token, a GPU computes by the functions of `mla_var3.ops` (bf16, fp16; values as
-        wide as keys, no position past the config's longest), and can be captured in a CUDA graph once such a step has
-        been made: replays read what then lies in hidden, in the step's tensors and in the weights of the capture. A CPU
-        computes by torch. In any other step a request goes one of two ways, on a GPU by which takes less work: one of
-        few new tokens behind cached ones attends to the cache itself, with absorbed queries; of any other, all tokens
-        are decompressed into keys and values, piece by piece, and its new tokens attend to these as in a prompt. A
-        step with prompts goes these ways for all of its requests and is not captured: give prompts steps of their own.
+        Where every request has one new token, a GPU computes by the functions of `mla_var3.ops` (bf16, fp16; no
+        position past the config's longest); where values have another width than keys, torch computes all but
+        `mla_decode`. Such a step can be captured in a CUDA graph once one has been made: replays read what then lies in
+        hidden, in the step's tensors and in the weights of the capture. A CPU computes by torch.
+
+        In any other step all tokens of a request are decompressed into keys and values, piece by piece, and its new
+        tokens attend to these as in a prompt. On a GPU a request of few new tokens behind cached ones attends to the
+        cache itself instead, with absorbed queries, if that is less work, values are as wide as keys, and `kv_b_proj`
+        is no more than the product with its weight. A step with a prompt goes these ways for all of its requests and
+        is not captured: give prompts steps of their own.
 
         Raises `UserError` in one sentence for what does not fit, a gradient that hidden requires, and, where every
         request has one new token, a `kv_b_proj` that is more than the product with its weight.

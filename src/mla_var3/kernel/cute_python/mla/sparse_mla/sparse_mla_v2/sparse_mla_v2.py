@@ -37,27 +37,29 @@ goes through its worker's splits, one KV tile of 64 tokens at a time:
     EVEN   softmax S0, P0 -> smem | Oᵀ_L += V0_Lᵀ·P0 | S2ᵀ = K2·Qᵀ | wait P1 | Oᵀ_L += V1_Lᵀ·P1
     ODD    S1ᵀ = K1·Qᵀ | wait P0 | Oᵀ_R += V0_Rᵀ·P0 | softmax S1, P1 -> smem | Oᵀ_R += V1_Rᵀ·P1
 
-Both run one copy of the code, half of it out of step, which halves what is fetched: a consumer's number is in addresses
-and barriers. Half a panel of 64 columns is widened while the one before it is multiplied, and the bytes of two more are
-on the way into registers. Of consumers, schedule, splits and merges the rest is flash_mla's, version 24.
+Both run the same code, half a loop apart, so that half as many instructions are fetched: a consumer's number is in
+addresses and barriers. Half a panel of 64 columns is widened while the one before it is multiplied, and the bytes of
+two more are on the way into registers. Of consumers, schedule, splits and merges the rest is flash_mla's, version 24.
 
-An index that names no token has a score of -inf and a probability of 0: a word of each producer warp says which of its
-16 rows of a tile name one. But the row in shared memory must not hold NaN then, since 0 times NaN is NaN. Against
-version 1:
+An index that names no token has a score of -inf and a probability of 0: a word of each producer warp says for which of
+its 16 rows of a tile an index names a token. But the row in shared memory must not hold NaN then, since 0 times NaN is
+NaN. Against version 1:
 
-- Such a row gets a copy of another one that the same query token attends to: the nearest one below among the warp's 16
-  (`filled_index`). Its bytes are in L2 already, and a tile takes as many copies whatever is missing. If that row holds
-  NaN, the query token's results are NaN in any case. Version 1 copied a row of zeros in its place, all CTAs the same
-  656 bytes, and these copies queued up: a missing index cost more than a token.
+- Such a row gets a copy of another row that the same query token attends to: of the warp's 16 rows of the tile, the
+  nearest one in front of it that an index names, or the last one that an index names if there is none in front of it
+  (`filled_index`). Its bytes are in L2 already, and a tile takes as many copies whatever is missing. The copy makes a
+  result NaN or infinite only where the row itself does so. Version 1 copied a row of zeros in its place,
+  all CTAs the same 656 bytes, and these copies queued up: a missing index cost more than a token.
 - Where all 16 rows of a warp are missing, it zeroes them in shared memory (`clear_row`), and remembers for each stage
   that its rows hold zeros already. A fence of the lanes that stored zeros stands in front of later bulk copies into
-  these rows, which write through another proxy. With few query tokens it does so where most rows are missing
+  these rows, which write through another proxy. With fewer than 48 heads in a query tile, and where rows' last tokens
+  are not looked for, it also zeroes the missing rows of a warp of which indices name fewer than four
   (`Geometry.zeroes_some`). Where P lies in a tile's rows these do not stay zeros: a lane copies the row again that it
-  copied for the tile before.
+  copied for the tile before, if that tile is of the same request and cache and had copies; if not, it zeroes its row.
 - The load of an index waits for no length; an index behind the length is ignored a tile later.
-- Tiles behind the last one of a row that names a token are left out where no lengths are given and there are many rows
-  (`look`): each split of the row has less in proportion, so nobody has to deal out anew. Producers begin as if rows
-  were full.
+- Tiles behind the last index of a row of indices that names a token are left out where no lengths are given and there
+  are `MANY` query tokens or more (`look`): each split of the row has less in proportion, so nobody has to deal out
+  anew. Producers begin as if rows were full.
 - Where no lengths are given, the next split is computed from the one before, without a loop or a length.
 - q, indices and page tables are read with the strides that they have.
 - With query tiles of 48 heads over v32, P of a tile lies in the tile's own rows, where the rope columns were
@@ -115,7 +117,7 @@ WARPS = WARPGROUP // 32
 PRODUCERS = 4  # warps
 THREADS = CONSUMER_THREADS + 32 * PRODUCERS
 ROWS = TOKENS // PRODUCERS  # of a tile, of each producer warp; two lanes each
-LEAST_NAMED = 4  # of these: with fewer that an index names, `Geometry.zeroes_some` has the others zeroed
+LEAST_NAMED = 4  # rows: where indices name fewer of a producer warp's 16, `Geometry.zeroes_some` has the others zeroed
 EVEN, ODD = 0, 1
 OWN, OTHER = 0, 1  # consumers, as one sees them
 HALF_PANELS = VALUES // PANEL // CONSUMERS  # of V, of one consumer
@@ -188,25 +190,29 @@ class Geometry:
 
     @property
     def ctas(self) -> int:
-        """CTAs of a cluster: two where a query token has an even number of query tiles, which read the same rows, else
-        one. Each of the two starts the copies of every other row, and a copy writes to the shared memory of both. So
-        over v32, with 48 heads in a query tile (`p_in_rows`) and with more: with more where there are many rows, since
-        16 requests of 128 heads took 1.7 % longer in clusters."""
+        """CTAs of a cluster: 2 or 1. It is 2 over v32 where a query token has an even number of query tiles, and a
+        query tile has 48 heads (`p_in_rows`), or more than 48 and rows' last tokens are looked for (`shortens`): 16
+        requests of 128 heads took 1.7 % longer in clusters. The query tiles of the two CTAs belong to one query token
+        and read the same rows: each CTA starts the copies of every other row, and a copy writes to the shared memory of
+        both. Otherwise it is 1."""
         wide = self.p_in_rows or (self.layout == "v32" and self.n > 48 and self.shortens)
         return 2 if wide and self.row_tiles % 2 == 0 else 1
 
     @property
     def zeroes_some(self) -> bool:
-        """Whether rows that no index names are zeroed, and get no copies, where indices name fewer than LEAST_NAMED
-        of a producer warp's rows. 16 copies of one row or two queue up in L2, which costs time where a CTA has few
-        tiles: with fewer than 48 heads in a query tile, where rows' last tokens are not looked for."""
+        """Whether rows that no index names are zeroed, and get no copies, where indices name fewer than LEAST_NAMED of
+        a producer warp's 16 rows of a tile. There 16 copies would read one row to three. With copies, 5 requests of 128
+        heads took 2.1 % longer with nine tenths of their indices missing than with all of them valid, perhaps because
+        such reads queue up in L2. This holds with fewer than 48 heads in a query tile where rows' last tokens are not
+        looked for (`shortens`)."""
         return self.n < 48 and not self.shortens
 
     @property
     def asks_ahead(self) -> bool:
         """Whether sinks are loaded before the search for rows' last tokens, so that both loads are under way together.
-        If sinks were loaded after the search, consumers would wait for them once the query has arrived. With more than
-        48 heads in a query tile alone: without this, only such calls took over 1 % longer than version 1."""
+        If sinks were loaded after the search, consumers would wait for them once the query has arrived. It is done only
+        with more than 48 heads in a query tile: where sinks were loaded after the search, only such calls took over 1 %
+        longer than version 1."""
         return self.sink and self.shortens and self.n > 48
 
     @property
@@ -784,9 +790,10 @@ def copy_fine_row(caches: Any, found: Row, target: Int32, full: Int32, geometry:
 
 @cute.jit
 def clear_row(storage: cutlass.Constexpr, stage: Int32, row: Int32, geometry: cutlass.Constexpr):
-    """Zeros in place of a row that no index names, by the row's two lanes; in layout v4 in place of its scales as well.
-    Nothing is read: a row of zeros in global memory would be one that all CTAs copy at once, and requests for one line
-    of L2 queue up."""
+    """Stores zeros in place of a row that no index names, by the row's two lanes; in layout v4 in place of its scales
+    as well. Nothing is read: a row of zeros in global memory would be one that all CTAs copy at once, and requests for
+    one line of L2 queue up. A later bulk copy writes into the row through another proxy, so the caller has to put a
+    fence between the two (`fence_view_async_shared`). Both lanes of the row call it."""
     side, chunks = cute.arch.lane_idx() % 2, geometry.row_bytes // 16
     # The second lane begins an odd multiple of 64 bytes behind the first one, at most half a row: so what eight lanes
     # store together lies in different banks.
@@ -903,9 +910,11 @@ def start_rows(
     caches: cutlass.Constexpr, first: Row, storage: cutlass.Constexpr, stage: Int32, row: Int32, warp: Int32,
     votes: Int32, is_blank: Boolean, geometry: cutlass.Constexpr,
 ) -> Int32:  # fmt: skip
-    """Starts the copies of a producer warp's rows of a tile where some rows are zeroed (`Geometry.zeroes_some`), and
-    arrives for them. Returns the cached token that this lane copies, -1 where its row holds zeros. votes: of the warp,
-    which lanes' indices name a token. is_blank: whether this lane's row holds zeros already."""
+    """Starts the copies of a producer warp's 16 rows of a tile where some rows are zeroed (`Geometry.zeroes_some`), and
+    zeroes the others, unless they hold zeros already. Then one lane arrives at the stage's mbarrier `full` for the
+    warp, which adds the bytes of the rows that are copied to those that the mbarrier waits for. Returns the cached
+    token whose row is copied into this lane's row, -1 where that is zeroed. votes: a bit for each lane, whether its
+    index names a token. is_blank: whether this lane's row holds zeros already."""
     full, index, copying = storage.full.data_ptr() + stage, first.index, Int32(-1)
     if votes != -1:
         if cute.arch.popc(votes) >= 2 * LEAST_NAMED:
@@ -948,16 +957,21 @@ def named_word(votes: Int32, found: Row, geometry: Geometry) -> Int32:
 
 
 def copies(row_tile: Int32, geometry: Geometry) -> Boolean:
-    """Whether this lane starts its row's copy: one of the row's two lanes, and of every other row in a cluster."""
+    """Whether this lane starts its row's copy: one of the row's two lanes, and of every other row in a cluster.
+    row_tile: the query tile's number among those of its query token, even in one CTA of a cluster and odd in the
+    other."""
     if geometry.ctas > 1:
         return cute.arch.lane_idx() % 4 == 2 * (row_tile % 2)
     return cute.arch.lane_idx() % 2 == 0
 
 
 def filled_index(index: Int32, votes: Int32, spare: Int32) -> Int32:
-    """The cached token whose row a lane copies: `index`, if it names one. Else that of the next lane below that names
-    one, or if none below does, of the last lane that does. `spare`, if no lane of the warp names one. votes: a bit for
-    each lane, whether its index names a token."""
+    """The cached token whose row is copied into this lane's row of the tile. All lanes of the warp have to call it. A
+    row has two lanes, with the same index, of which one starts the copy (`copies`). The result is `index` if that names
+    a token, which it does where it is not negative. Else it is the index of the nearest lane with a lower number that
+    names one; if no lower one does, that of the highest lane that does; if no lane does, `spare`. votes: a bit for each
+    lane, whether its index names a token. spare: -1, or with P in the rows what this lane copied for the tile
+    before."""
     below = votes & Int32(cute.arch.lanemask_le())
     source = Int32(cute.arch.bfind(Uint32(cutlass.select_(below != 0, below, votes))))
     found = Int32(cute.arch.shuffle_sync(index, source))

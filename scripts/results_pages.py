@@ -59,8 +59,8 @@ WHAT = {
         "the lengths on the device and are not told in advance how they differ."
     ),
     "unseen": (
-        "The problems were drawn at random, from seeds that no earlier run had used, so that no kernel can have been "
-        "made for them (`experiment=unseen`)."
+        "The problems were drawn at random, from seeds that no earlier run had used when they were first drawn, so "
+        "that no kernel was made for them (`experiment=unseen`)."
     ),
     "regime_map": (
         "An even grid of heads, requests, context and query tokens, which the map of the report is drawn from. Times "
@@ -150,8 +150,8 @@ EMPTY_FLOPS = 10**6
 #: Page -> what its cells and columns are, where their names do not say it.
 MORE = {
     "unseen": (
-        " Of the 96 cells 72 had been used with earlier code, and the 24 of `seed=41927` were used only when the code "
-        "was final."
+        " Of the 96 cells 72 had been timed with earlier code too, and the 24 of `seed=41927` were first drawn when "
+        "the code was final."
     ),
     "sparse_decode": (
         " The tables have version 2 of the kernel, which the dispatcher picks. Version 1, which it picks on no device, "

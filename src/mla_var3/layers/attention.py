@@ -141,16 +141,17 @@ class MlaAttention(nn.Module):
         hidden: (tokens, hidden), the requests' new tokens one behind another. pages: (num_pages, 64, columns), this
         layer's part of `LatentCache.pages`, in hidden's dtype, which is the weights'. Returns (tokens, hidden).
 
-        Where every request has one new token, a GPU computes by the functions of `mla_var3.ops` (bf16, fp16; no
-        position past the config's longest); where values have another width than keys, torch computes all but
-        `mla_decode`. Such a step can be captured in a CUDA graph once one has been made: replays read what then lies in
-        hidden, in the step's tensors and in the weights of the capture. A CPU computes by torch.
+        Where every request has one new token, a GPU computes attention and what stands around it by the functions of
+        `mla_var3.ops` (bf16, fp16), and projections by their modules; where values have another width than keys, torch
+        computes all but `mla_decode`. Only such steps can be captured in a CUDA graph, after one of them has run
+        uncaptured: replays read what then lies in hidden, in the step's tensors and in the weights of the capture. A
+        CPU computes by torch.
 
         In any other step all tokens of a request are decompressed into keys and values, piece by piece, and its new
         tokens attend to these as in a prompt. On a GPU a request of few new tokens behind cached ones attends to the
-        cache itself instead, with absorbed queries, if that is less work, values are as wide as keys, and `kv_b_proj`
-        is no more than the product with its weight. A step with a prompt goes these ways for all of its requests and
-        is not captured: give prompts steps of their own.
+        cache itself instead, with absorbed queries, if that is less work for so many new tokens, values are as wide as
+        keys, and `kv_b_proj` is no more than the product with its weight. A step with a prompt computes all of its
+        requests in these ways: give prompts steps of their own.
 
         Raises `UserError` in one sentence for what does not fit, a gradient that hidden requires, and, where every
         request has one new token, a `kv_b_proj` that is more than the product with its weight.

@@ -289,7 +289,6 @@ ON_H200 = (
     "unseen_prefill",
     "chunked_prefill",
 )
-UNSEEN_SPARSE = (60811, 71101, 93303, 38113, 50923, 90217)
 #: Device -> experiment -> its record files in results/, one or several, of which the newest record of a kernel and cell
 #: counts. The first device has a page an experiment, the others one each.
 FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
@@ -314,7 +313,9 @@ FILES: dict[str, dict[str, str | tuple[str, ...]]] = {
             "h200/2026-11-29-sparse_served.jsonl",
             "h200/2026-11-29-sparse_served-copies.jsonl",
         ),
-        "unseen_sparse": tuple(f"h200/2026-11-30-unseen_sparse-{seed}.jsonl" for seed in UNSEEN_SPARSE),
+        "unseen_sparse": tuple(
+            f"h200/2026-11-30-unseen_sparse-{seed}.jsonl" for seed in (60811, 71101, 93303, 38113, 50923, 90217)
+        ),
         "indexer_logits": "h200/2026-11-28-indexer_logits.jsonl",
         "indexer_paged": (
             "h200/2026-11-28-indexer_paged-v4.jsonl",
